@@ -1,0 +1,143 @@
+"""Turns everything on, or back off: the only place where all parts meet. It calls; it does not decide."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+
+import torch
+
+from . import bootstrap, fixups, policyfile, report, settings, stepping
+from .errors import AutoampError, PatchError
+from .kernels import Kernels
+from .patches import PATCHES
+from .patching import Ledger
+from .policy import Policy
+from .scaling import LossScale
+from .session import Session
+from .speech import Speech
+
+OLDEST_TORCH = (2, 4)
+
+_session: Session | None = None
+_fork_hook_is_set = False
+
+
+def session() -> Session | None:
+    """The active session, if there is one."""
+    return _session
+
+
+def activate(door: str, policy: str | None = None) -> str | None:
+    """Patch torch by `policy` (None: the environment's), all or nothing.
+
+    Returns:
+        Why this process is left alone, or None: autoamp is active.
+
+    Raises:
+        AutoampError: a setting, the policy or this torch cannot be used; torch is as it was.
+    """
+    global _session
+    asked = settings.read()
+    script = getattr(sys, "argv", [""])[0]
+    if settings.is_excluded(asked.only, script):
+        return f"AUTO_MIXED_PRECISION_ONLY={','.join(asked.only)} leaves {os.path.basename(script)} out"
+    if asked.report:
+        report.check_path(asked.report)
+    try:
+        _check_torch()
+        _session = _open(asked, _policy(asked, policy), door)
+    except AutoampError as error:
+        if asked.report:
+            report.write(asked.report, report.describe_inactive(str(error), door))
+        raise
+    return None
+
+
+def deactivate() -> None:
+    """Put torch back as it was, by identity and presence."""
+    global _session
+    closing, _session = _session, None
+    if closing is not None:
+        atexit.unregister(report.finish)
+        report.finish(closing)
+        _close(closing)
+
+
+def _policy(asked: settings.Settings, reference: str | None) -> Policy:
+    origin = "autoamp.enable" if reference is not None else settings.origin_of_policy()
+    policy = policyfile.load(reference or asked.policy, origin)
+    return policy.forced(asked.dtype, asked.loss_scale)
+
+
+def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
+    opened = Session(
+        asked, policy, door, Speech(asked.log), LossScale(policy.loss_scale), Ledger(), Kernels()
+    )
+    opened.gates = stepping.Gates(opened)
+    try:
+        opened.kernels.register(fixups.kernels_for(policy))
+        opened.ledger.apply(PATCHES, policy, opened)
+        for optimizer in stepping.hooked_classes():
+            opened.ledger.replace(optimizer, "step", opened.gates.gated(vars(optimizer)["step"]))
+        _hide_from_dynamo(opened)
+    except BaseException:
+        _close(opened)
+        raise
+    _forget_parent_after_fork()
+    atexit.register(report.finish, opened)
+    for entry in opened.ledger.entries:
+        opened.speech.debug(f"autoamp: {entry.target}: {entry.outcome} ({entry.why})")
+    return opened
+
+
+def _close(closing: Session) -> None:
+    closing.active = False
+    if closing.dynamo_watch is not None:
+        closing.dynamo_watch.remove()
+    for target in closing.ledger.restore():
+        closing.speech.notice(
+            f"autoamp: {target} has been replaced by someone else and is left; ours only passes on"
+        )
+    for optimizer in stepping.hooked_classes():  # classes that torch has wrapped meanwhile
+        closing.ledger.put_back(optimizer, "step", stepping.ungated(vars(optimizer)["step"]))
+    closing.kernels.remove()
+    closing.speech.close()
+
+
+def _check_torch() -> None:
+    version = str(torch.__version__)
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise PatchError(
+            f"torch {version} is too old; install torch {oldest} or later, or unset AUTO_MIXED_PRECISION."
+        )
+
+
+def _hide_from_dynamo(opened: Session) -> None:
+    """Let Dynamo see the original ``Module.__call__`` while it is first imported.
+
+    It remembers what it finds there and skips that when it traces; ours would be skipped, and compiled functions that
+    call models would silently run in float32 (torch/_dynamo/utils.py, ``unpatched_nn_module_call``).
+    """
+    name = "torch._dynamo.utils"
+    if name in sys.modules:
+        return
+    target = "torch.nn:Module.__call__"
+    opened.dynamo_watch = bootstrap.WhenImported(
+        name,
+        before=lambda: opened.ledger.lift(target),
+        after=lambda succeeded: opened.ledger.lower(target),
+    )
+    opened.dynamo_watch.install()
+
+
+def _forget_parent_after_fork() -> None:
+    """A forked child starts counting at zero; what the parent has said is not said again."""
+    global _fork_hook_is_set
+    if not _fork_hook_is_set and hasattr(os, "register_at_fork"):
+        _fork_hook_is_set = True
+        os.register_at_fork(after_in_child=lambda: _session and _session.forget_counts())

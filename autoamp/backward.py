@@ -1,0 +1,389 @@
+"""Scaled backward: inside torch gradients carry the scale, inside user code they never do.
+
+Each run of the autograd engine is a `Pass`. The scale enters with the seed gradient; before the engine's caller gets
+control back, also on an exception, the gradients of every reached leaf are checked and unscaled in place. On CUDA hooks
+and custom Functions run on the engine's own threads, where a plain thread-local is empty: the pass travels in the
+thread-local state that torch hands to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .casting import HALF
+from .scaling import any_of, inverse_of, multiply_, unscale_
+from .session import Session
+
+_KEY = "autoamp.pass"
+_HALF_SEED_LIMIT = 32768.0
+"""The largest power of two that float16 holds: a seed for a half root cannot be larger."""
+
+_AccumulateGrad = type(
+    torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+)
+
+
+class Pass:
+    """One run of the engine whose gradients carry `scale`; `leaves` are the tensors whose ``.grad`` does."""
+
+    def __init__(self, scale: torch.Tensor, outer: Pass | None) -> None:
+        self.scale = scale
+        self.inverse = inverse_of(scale)
+        self.outer = outer
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.flags: list[torch.Tensor] = []
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this pass or one around it has the tensor's gradient in scaled units already."""
+        return id(tensor) in self.leaves or (self.outer is not None and self.outer.owns(tensor))
+
+    def take(self, tensors: list[torch.Tensor]) -> None:
+        """Make these tensors' gradients scaled ones: what accumulated before is multiplied first."""
+        new = [tensor for tensor in tensors if not self.owns(tensor)]
+        self.leaves.update((id(tensor), tensor) for tensor in new)
+        with torch.no_grad():
+            multiply_(
+                (g for t in new if (g := t.grad) is not None and not g.requires_grad), self.scale
+            )
+        for tensor in new:
+            if tensor.grad is not None and tensor.grad.requires_grad:
+                tensor.grad = tensor.grad * self.scale
+
+    def settle(self, tensors: list[torch.Tensor]) -> None:
+        """Give these tensors their true gradients back, and note whether any of them is not finite."""
+        grads = []
+        for tensor in tensors:
+            self.leaves.pop(id(tensor), None)
+            grad = tensor.grad
+            if grad is None:
+                continue
+            if (
+                grad.requires_grad
+            ):  # create_graph: out of place, so that it can be differentiated again
+                tensor.grad = grad * self.inverse
+                self.flags.append((~torch.isfinite(grad.detach()).all()).float())
+            else:
+                grads.append(grad)
+        with torch.no_grad():
+            self.flags += unscale_(grads, self.inverse)
+
+    def to_true(self, value: Any) -> Any:
+        """A gradient (or a tuple or list of them) as user code sees it: unscaled, half ones as float32."""
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            value = value.float() if value.dtype in HALF else value
+            return value * self.inverse.to(value.device, non_blocking=True)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.to_true(item) for item in value)
+        return value
+
+    def to_scaled(self, value: Any) -> Any:
+        """What user code returned, for the engine, which casts it to the dtype that it expects."""
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            return value * self.scale.to(value.device, non_blocking=True)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.to_scaled(item) for item in value)
+        return value
+
+
+class UserCode:
+    """Stands in the pass's place while a hook or a custom Function of the user runs: gradients are true there."""
+
+    def __init__(self, outer: Pass) -> None:
+        self.outer = outer
+
+
+def current() -> Pass | UserCode | None:
+    """What the engine is running on this thread, engine threads included."""
+    if torch._C._is_key_in_tls(_KEY):
+        return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def _running(value: Pass | UserCode) -> Iterator[None]:
+    before = current()
+    torch._C._stash_obj_in_tls(_KEY, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            _forget(_KEY)
+        else:
+            torch._C._stash_obj_in_tls(_KEY, before)
+
+
+def _overwrite(key: str) -> None:
+    torch._C._stash_obj_in_tls(key, None)
+
+
+# Erasing is safer at thread exit, says torch/autograd/graph.py; older versions can only overwrite.
+_forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", _overwrite)
+
+
+def engine_run_backward(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`torch.autograd.backward` and `grad` both come down to this function, arguments put in order."""
+
+    def _engine_run_backward(
+        roots: Any,
+        seeds: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Any,
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        def run(seeds: Any, retain_graph: bool = retain_graph) -> Any:
+            return original(
+                roots,
+                seeds,
+                retain_graph,
+                create_graph,
+                inputs,
+                allow_unreachable,
+                accumulate_grad=accumulate_grad,
+            )
+
+        with _autocast_off(session):
+            if not session.scales or not session.active or _is_foreign():
+                return run(seeds)
+            if accumulate_grad:
+                return _accumulate(session, run, roots, seeds, inputs)
+            return _differentiate(session, run, roots, seeds)
+
+    return _engine_run_backward
+
+
+def _accumulate(
+    session: Session, run: Callable[..., Any], roots: Any, seeds: Any, inputs: Any
+) -> Any:
+    around = current()
+    if isinstance(around, Pass):  # torch itself, in the middle of a pass: reentrant checkpointing
+        around.take(_leaves(session, roots, inputs))
+        return run(seeds)
+    scale = _scale_for(session, roots)
+    running = Pass(scale, around.outer if around is not None else None)
+    running.take(_leaves(session, roots, inputs))
+    try:
+        with _running(running):
+            return run(running.to_scaled(seeds))
+    finally:
+        running.settle(list(running.leaves.values()))
+        if running.flags:
+            session.backwards.append((running.scale, any_of(running.flags)))
+
+
+def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds: Any) -> Any:
+    """`torch.autograd.grad`: no optimizer can skip what it returns, so the scale gives way until it is finite."""
+    around = current()
+    if isinstance(around, Pass):
+        return run(seeds)
+    scale = _scale_for(session, roots)
+    while True:
+        running = Pass(scale, around.outer if around is not None else None)
+        with _running(running):
+            grads = run(running.to_scaled(seeds), retain_graph=True)
+        if float(scale) <= 1.0 or all(
+            g is None or bool(torch.isfinite(g.detach()).all()) for g in grads
+        ):
+            return tuple(_unscaled(grad, running.inverse) for grad in grads)
+        scale = scale / 2
+
+
+def _unscaled(grad: torch.Tensor | None, inverse: torch.Tensor) -> torch.Tensor | None:
+    return None if grad is None else grad * inverse.to(grad.device, grad.dtype, non_blocking=True)
+
+
+def _scale_for(session: Session, roots: Any) -> torch.Tensor:
+    tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    scale = session.loss_scale.current(device)
+    if any(tensor.dtype is torch.float16 for tensor in tensors):
+        return scale.clamp(max=_HALF_SEED_LIMIT)
+    return scale
+
+
+def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
+    """The tensors into whose ``.grad`` the engine will accumulate."""
+    if inputs:
+        edges = [t for t in inputs if not isinstance(t, torch.Tensor)]
+        return [t for t in inputs if isinstance(t, torch.Tensor)] + [
+            edge.node.variable for edge in edges if type(edge.node) is _AccumulateGrad
+        ]
+    leaves: list[torch.Tensor] = []
+    stack: list[Any] = [_node(root) for root in roots]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node) is _AccumulateGrad:
+            leaves.append(node.variable)
+            continue
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    leaves += [tensor for tensor in session.retained() if tensor.grad_fn in seen]
+    return leaves
+
+
+def _node(root: Any) -> Any:
+    if isinstance(root, torch.Tensor):
+        return root.grad_fn or torch.autograd.graph.get_gradient_edge(root).node
+    return root.node
+
+
+def _is_foreign() -> bool:
+    """Runs of the engine that are not the script's own: transforms, compilers, CUDA graph capture."""
+    modes = torch._C._TorchDispatchModeKey
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
+        or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+@contextlib.contextmanager
+def _autocast_off(session: Session) -> Iterator[None]:
+    """A backward inside an open region of ours (a training loop in a module) runs as it would outside of it.
+
+    Weights are about to change there: casts made so far are dropped, and the rest of that region makes fresh ones.
+    """
+    device_type = getattr(session.local, "region", None)
+    if device_type is None or not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, True)
+
+
+# --- doors: where gradients pass from torch to user code and back -------------------------------------------------
+
+
+def tensor_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Tensor.register_hook`: the hook gets the true gradient; what it returns, or edits in place, is scaled again."""
+
+    def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return original(self, _with_true_gradients(hook))
+
+    return register_hook
+
+
+def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Tensor.register_post_accumulate_grad_hook`: the hook finds its parameter unscaled already."""
+
+    def register_post_accumulate_grad_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if is_torchs_own(hook):
+            return original(self, hook)
+
+        @_named_after(hook)
+        def settled(parameter: torch.Tensor) -> Any:
+            running = current()
+            if not isinstance(running, Pass):
+                return hook(parameter)
+            running.settle([parameter])
+            session.backwards.append((running.scale, any_of(running.flags)))
+            with _running(UserCode(running)):
+                return hook(parameter)
+
+        return original(self, settled)
+
+    return register_post_accumulate_grad_hook
+
+
+def module_backward_hooks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Module._get_backward_hooks`: the (full, non-full) hooks of a module for one call, each with true gradients."""
+
+    def _get_backward_hooks(self: torch.nn.Module) -> Any:
+        full, non_full = original(self)
+        return [_with_true_gradients(h) for h in full], [_with_true_gradients(h) for h in non_full]
+
+    return _get_backward_hooks
+
+
+def module_backward_pre_hooks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Module._get_backward_pre_hooks`: likewise."""
+
+    def _get_backward_pre_hooks(self: torch.nn.Module) -> Any:
+        return [_with_true_gradients(hook) for hook in original(self)]
+
+    return _get_backward_pre_hooks
+
+
+def function_backward(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The ``backward`` of a custom `autograd.Function`: true gradients in, and what it returns scaled again.
+
+    torch's own Functions and those that declare ``custom_fwd`` stay in scaled units, as in hand-written code.
+    """
+
+    def apply(self: Any, *args: Any) -> Any:
+        running = current()
+        if not isinstance(running, Pass) or _stays_scaled(self._forward_cls):
+            return original(self, *args)
+        args = running.to_true(args)
+        with _running(UserCode(running)):
+            result = original(self, *args)
+        return running.to_scaled(result)
+
+    return apply
+
+
+def retain_grad(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Tensor.retain_grad`: remember, weakly, that this tensor's ``.grad`` will be written too."""
+
+    def retain_grad(self: torch.Tensor) -> None:
+        original(self)
+        session.retain(self)
+
+    return retain_grad
+
+
+def _with_true_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
+    if is_torchs_own(hook):
+        return hook
+
+    @_named_after(hook)
+    def in_true_units(*args: Any) -> Any:
+        running = current()
+        if not isinstance(running, Pass):
+            return hook(*args)
+        true = running.to_true(args)
+        with _running(UserCode(running)):
+            result = hook(*true)
+        if (
+            result is None
+            and len(true) == 1
+            and isinstance(true[0], torch.Tensor)
+            and true[0]._version
+        ):
+            result = true[0]
+        return running.to_scaled(result)
+
+    return in_true_units
+
+
+def _named_after(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return functools.wraps(hook, updated=())
+
+
+def is_torchs_own(function: Any) -> bool:
+    """Whether a hook or class was defined by torch itself, which works in scaled units."""
+    module = getattr(function, "__module__", None) or ""
+    return module == "torch" or module.startswith("torch.")
+
+
+def _stays_scaled(function: type) -> bool:
+    if is_torchs_own(function):
+        return True
+    code = getattr(getattr(function, "forward", None), "__code__", None)
+    return code is not None and code.co_filename == torch.amp.autocast_mode.__file__

@@ -1,0 +1,24 @@
+"""What autoamp raises: one base, so that one ``except`` catches it; apart, so that nothing imports in a circle.
+
+Every message says what is wrong, where, and what to do, in that order.
+"""
+
+
+class AutoampError(Exception):
+    """The base of every error that autoamp raises on purpose."""
+
+
+class SettingsError(AutoampError):
+    """An environment variable of autoamp holds something that it cannot mean."""
+
+
+class PolicyError(AutoampError):
+    """A policy cannot be read; the message starts with ``file:line:column``."""
+
+
+class PatchError(AutoampError):
+    """This torch cannot be patched; it is as it was before."""
+
+
+class ScalingError(AutoampError):
+    """The loss scale cannot be used as asked."""

@@ -1,0 +1,159 @@
+"""The table of every torch name that autoamp replaces, and why. README prints it; nothing else is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import backward, region, stepping
+from .patching import Patch
+from .policy import Policy
+from .session import Session
+
+
+def scales(policy: Policy) -> bool:
+    """Whether any device may run in FP16, the only precision whose gradients need scaling."""
+    return policy.may_use("float16") and policy.loss_scale.mode != "off"
+
+
+FUNCTIONAL = (
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "conv_tbc",
+    "prelu",
+    "scaled_dot_product_attention",
+)
+"""The functions of `torch.nn.functional` in torch's own lower-precision list."""
+
+
+def find_builtin(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """TorchScript asks by identity which builtin a function is: ours stand for torch's."""
+
+    def _find_builtin(fn: Any) -> Any:
+        try:
+            return original(session.stand_ins.get(fn, fn))
+        except TypeError:  # not hashable, so not ours
+            return original(fn)
+
+    return _find_builtin
+
+
+def scale(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`torch.amp.GradScaler.scale`: a script that scales its losses itself goes on doing so, and autoamp does not."""
+
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            session.leave_scaling_to("the script's own GradScaler")
+        return original(self, outputs)
+
+    return scale
+
+
+PATCHES = (
+    Patch(
+        "torch.nn:Module.__call__",
+        region.module_call,
+        "the outermost call of a module that owns a parameter runs as a region",
+    ),
+    *(
+        Patch(
+            f"torch.nn.functional:{name}",
+            region.functional_call,
+            "called outside any module it runs as a region of one op",
+        )
+        for name in FUNCTIONAL
+    ),
+    Patch(
+        "torch.jit._builtins:_find_builtin",
+        find_builtin,
+        "TorchScript knows the replaced functions as the builtins they stand for",
+        optional=True,
+    ),
+    Patch(
+        "torch.jit._recursive:_find_builtin",
+        find_builtin,
+        "the same function under its other name",
+        optional=True,
+    ),
+    Patch(
+        "torch.autograd:_engine_run_backward",
+        backward.engine_run_backward,
+        "torch.autograd.backward and grad: seeds scaled, gradients checked and unscaled, autocast off meanwhile",
+    ),
+    Patch(
+        "torch.autograd.graph:_engine_run_backward",
+        backward.engine_run_backward,
+        "the same function where torch.compiler looks for it",
+    ),
+    Patch(
+        "torch:Tensor.register_hook",
+        backward.tensor_hook,
+        "hooks see true gradients",
+        scales,
+    ),
+    Patch(
+        "torch:Tensor.register_post_accumulate_grad_hook",
+        backward.post_accumulate_hook,
+        "hooks see true gradients",
+        scales,
+    ),
+    Patch(
+        "torch.nn:Module._get_backward_hooks",
+        backward.module_backward_hooks,
+        "module hooks see true gradients",
+        scales,
+    ),
+    Patch(
+        "torch.nn:Module._get_backward_pre_hooks",
+        backward.module_backward_pre_hooks,
+        "module hooks see true gradients",
+        scales,
+    ),
+    Patch(
+        "torch.autograd.function:BackwardCFunction.apply",
+        backward.function_backward,
+        "custom Functions see true gradients",
+        scales,
+    ),
+    Patch(
+        "torch.autograd.function:BackwardCFunction.apply_boxed",
+        backward.function_backward,
+        "custom Functions see true gradients",
+        scales,
+        optional=True,
+    ),
+    Patch(
+        "torch:Tensor.retain_grad",
+        backward.retain_grad,
+        "gradients that non-leaf tensors keep are unscaled too",
+        scales,
+    ),
+    Patch(
+        "torch.optim:Optimizer.profile_hook_step",
+        stepping.profile_hook_step,
+        "optimizer.step is skipped when its gradients are not finite; the loss scale moves",
+    ),
+    Patch(
+        "torch.optim:Optimizer.state_dict",
+        stepping.state_dict,
+        "the loss scale is saved with the optimizer, under the key 'autoamp'",
+        scales,
+    ),
+    Patch(
+        "torch.optim:Optimizer.load_state_dict",
+        stepping.load_state_dict,
+        "the loss scale comes back with the optimizer",
+        scales,
+    ),
+    Patch(
+        "torch.amp.grad_scaler:GradScaler.scale",
+        scale,
+        "a script's own GradScaler owns the scaling",
+        scales,
+    ),
+)

@@ -1,0 +1,227 @@
+"""Where lower precision is on: from the outermost module call in to its results out.
+
+torch counts autocast contexts in one thread-local number, the script's own and `enabled=False` ones included. A region
+opens only where that number was zero, so the innermost explicit context always wins and no counter of ours is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import policy
+from .casting import HALF, to_float32
+from .session import Session
+
+enter_nesting = torch.autocast_increment_nesting
+leave_nesting = torch.autocast_decrement_nesting
+is_compiling = torch.compiler.is_compiling
+
+
+_NONE: dict[str, Any] = {}
+
+
+class Regions:
+    """Opens and closes the regions of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._half_models_seen = False
+
+    def precision_for(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """The dtype of a region whose root is told by `tensor`, or None: stay out.
+
+        Out stays what is not float32 work of its own: calls from inside the autograd engine (recomputation brings its
+        context along), tracing and export (they see the float32 program), models that are half already.
+        """
+        if not self.session.active or torch._C._current_graph_task_id() != -1 or _is_tracing():
+            return None
+        if tensor.dtype in HALF:
+            self._note_half_model(tensor)
+            return None
+        if tensor.device.type == "meta" or torch.is_autocast_enabled(tensor.device.type):
+            return None
+        dtype = self.session.decide(tensor.device).dtype
+        if dtype is torch.float16 and not self.session.scales:
+            self.session.start_scaling()
+        return dtype
+
+    def run(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> Any:
+        """Call `function` in a region. The caller has counted the nesting up; here it comes down, whatever happens.
+
+        C-level switches instead of ``with torch.autocast``: 5 microseconds instead of 30.
+        """
+        local = self.session.local
+        previous = torch.get_autocast_dtype(device_type)
+        caches = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_enabled(device_type, True)
+            torch.set_autocast_dtype(device_type, dtype)
+            local.region = device_type
+            result = function(*args, **kwargs)
+        finally:
+            local.region = None
+            torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_dtype(device_type, previous)
+            torch.set_autocast_cache_enabled(caches)
+            leave_nesting()
+            torch.clear_autocast_cache()
+        self.session.counts.regions += 1
+        if self.session.policy.outputs == "keep":
+            return result
+        return to_float32(result, (*args, kwargs))
+
+    def _note_half_model(self, tensor: torch.Tensor) -> None:
+        if not self._half_models_seen:
+            self._half_models_seen = True
+            self.session.speech.notice(
+                f"autoamp: a model with {tensor.dtype} parameters is left as it is"
+            )
+
+
+def module_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region."""
+    regions = Regions(session)
+
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return _compiled_call(original, regions, self, args, kwargs)
+        if enter_nesting() != 1:
+            leave_nesting()
+            return original(self, *args, **kwargs)
+        try:
+            parameter = first_parameter(self)
+            dtype = None if parameter is None else regions.precision_for(parameter)
+        except BaseException:
+            leave_nesting()
+            raise
+        if parameter is None or dtype is None:
+            leave_nesting()
+            return original(self, *args, **kwargs)
+        return regions.run(parameter.device.type, dtype, original, (self, *args), kwargs)
+
+    return __call__
+
+
+def functional_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """An op of `torch.nn.functional`: called outside any module with float32 tensors, it is a region of one op."""
+    regions = Regions(session)
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        if enter_nesting() != 1:
+            leave_nesting()
+            return original(*args, **kwargs)
+        try:
+            tensor = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32:
+                dtype = regions.precision_for(tensor)
+            else:
+                dtype = None
+        except BaseException:
+            leave_nesting()
+            raise
+        if dtype is None:
+            leave_nesting()
+            if _is_proxy(args):
+                # torch.fx compares a node's target with what the script sees as this function: that is us.
+                return torch.fx.Proxy.__torch_function__(op, (torch.fx.Proxy,), args, kwargs)
+            return original(*args, **kwargs)
+        return regions.run(tensor.device.type, dtype, original, args, kwargs)
+
+    session.stand_ins[op] = original
+    return op
+
+
+def first_parameter(module: torch.nn.Module) -> torch.nn.Parameter | None:
+    """The first parameter that `module` or a descendant owns; `Module.parameters` is a chain of slow generators."""
+    parts = module.__dict__  # a module whose __init__ has not run yet has neither entry
+    for parameter in parts.get("_parameters", _NONE).values():
+        if parameter is not None:
+            return parameter
+    for child in parts.get("_modules", _NONE).values():
+        if child is not None and (found := first_parameter(child)) is not None:
+            return found
+    return None
+
+
+@contextlib.contextmanager
+def exempted() -> Iterator[None]:
+    """No region opens in here, and one that is open is interrupted; to torch it is a context with autocast disabled."""
+    enabled = {
+        name: torch.is_autocast_enabled(name)
+        for name in policy.DEVICES
+        if torch.amp.is_autocast_available(name)
+    }
+    enter_nesting()
+    for name in enabled:
+        torch.set_autocast_enabled(name, False)
+    try:
+        yield
+    finally:
+        for name, was_enabled in enabled.items():
+            torch.set_autocast_enabled(name, was_enabled)
+        if leave_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _compiled_call(
+    original: Callable[..., Any],
+    regions: Regions,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Any,
+) -> Any:
+    """A module call that Dynamo traces: the region becomes part of the graph, as ``torch.autocast`` and output casts.
+
+    Dynamo cannot see the nesting; autocast being on already is what tells an inner module from the outermost one.
+    """
+    parameter = next(module.parameters(), None)
+    if parameter is None or _is_exporting() or torch.is_autocast_enabled(parameter.device.type):
+        return original(module, *args, **kwargs)
+    dtype = regions.session.decide(parameter.device).dtype
+    if dtype is None or parameter.dtype in HALF:
+        return original(module, *args, **kwargs)
+    with torch.autocast(parameter.device.type, dtype):
+        result = original(module, *args, **kwargs)
+    if regions.session.policy.outputs == "keep":
+        return result
+    return torch.utils._pytree.tree_map_only(torch.Tensor, _tensor_to_float32, result)
+
+
+def _tensor_to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _is_tracing() -> bool:
+    modes = torch._C._TorchDispatchModeKey
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
+        or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None
+        or _is_exporting()
+    )
+
+
+def _never() -> bool:
+    return False
+
+
+_is_exporting: Callable[[], bool] = getattr(
+    torch.compiler, "is_exporting", _never
+)  # since torch 2.7
+
+
+def _is_proxy(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.fx.Proxy) for arg in args)

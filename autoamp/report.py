@@ -1,0 +1,165 @@
+"""Counts what happened and says it: the exit summary, and the report as JSON."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import SettingsError
+from .speech import speaks_for_the_job
+
+if TYPE_CHECKING:
+    from .session import Session
+
+SCHEMA = 1
+"""Version of the report's layout; it grows when a key changes its meaning or goes."""
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """The report as plain data; reading the loss scale back may wait for the device once."""
+    scale = session.loss_scale
+    scale.read_back()
+    return {
+        "schema": SCHEMA,
+        "autoamp": sys.modules["autoamp"].__version__,
+        "torch": _torch_version(),
+        "active": session.active,
+        "reason": "",
+        "door": session.door,
+        "policy": {"name": session.policy.name, "source": session.policy.source},
+        "devices": {name: {"dtype": d.word, "why": d.why} for name, d in session.decisions.items()},
+        "regions": session.counts.regions,
+        "loss_scale": {
+            "mode": scale.rule.mode if session.scales else "off",
+            "initial": scale.history[0][1],
+            "final": scale.history[-1][1],
+            "history": scale.history,
+            "owner": session.scaler_owner or "autoamp",
+        },
+        "steps": {"taken": session.counts.steps + scale.taken, "skipped": scale.skipped},
+        "patches": [
+            {"target": e.target, "outcome": e.outcome, "why": e.why} for e in session.ledger.entries
+        ],
+        "replaced_since": session.ledger.replaced_since(),
+        "kernels": [
+            {"op": k.op, "device": k.device, "why": k.why} for k in session.kernels.registered
+        ],
+    }
+
+
+def describe_inactive(reason: str, door: str | None) -> dict[str, Any]:
+    """The same keys where there is no session."""
+    return {
+        "schema": SCHEMA,
+        "autoamp": sys.modules["autoamp"].__version__,
+        "torch": _torch_version(),
+        "active": False,
+        "reason": reason,
+        "door": door,
+        "policy": {"name": None, "source": None},
+        "devices": {},
+        "regions": 0,
+        "loss_scale": {"mode": "off", "initial": None, "final": None, "history": [], "owner": None},
+        "steps": {"taken": 0, "skipped": 0},
+        "patches": [],
+        "replaced_since": [],
+        "kernels": [],
+    }
+
+
+def _torch_version() -> str | None:
+    version = getattr(sys.modules.get("torch"), "__version__", None)
+    return None if version is None else str(version)
+
+
+def check_path(path: str) -> None:
+    """Refuse a report path that could not be written at the end, while there is time to choose another.
+
+    Raises:
+        SettingsError: with what is wrong and what to do.
+    """
+    file = Path(path)
+    if file.suffix != ".json":
+        raise SettingsError(
+            f"AUTO_MIXED_PRECISION_REPORT={path}: the report is JSON; name a file that ends in .json."
+        )
+    problem = ""
+    if file.is_dir():
+        problem = "it is a directory"
+    elif not file.parent.is_dir():
+        problem = f"there is no directory {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        problem = "it cannot be written"
+    if problem:
+        raise SettingsError(
+            f"AUTO_MIXED_PRECISION_REPORT={path}: {problem}; name a file in a directory you can write to."
+        )
+
+
+def write(path: str, content: dict[str, Any]) -> None:
+    """Write the report in one piece: a reader never sees half of it."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(
+            temporary, 0o666 & ~mask
+        )  # mkstemp makes private files; a report is an ordinary one
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def finish(session: Session) -> None:
+    """The summary and the report, at exit or when autoamp is disabled."""
+    is_child = multiprocessing.parent_process() is not None
+    if (
+        os.getpid() != session.pid
+        or not speaks_for_the_job()
+        or (is_child and not session.counts.regions)
+    ):
+        return
+    content = describe(session)
+    if session.speech.has_spoken:
+        session.speech.notice(summary(content))
+    path = session.settings.report
+    # A launcher that runs no model outlives the process that does: it must not write over that one's report.
+    if path and (session.counts.regions or not _written_since(path, session.started)):
+        try:
+            write(path, content)
+        except OSError as error:
+            session.speech.notice(
+                f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {error.strerror}; no report written"
+            )
+
+
+def summary(content: dict[str, Any]) -> str:
+    """The exit line, from the report's content."""
+    steps, scale = content["steps"], content["loss_scale"]
+    line = (
+        f"autoamp: {_count(content['regions'], 'region')}, {_count(steps['taken'], 'step')} taken"
+    )
+    if scale["mode"] != "off":
+        line += f", {steps['skipped']} skipped, final loss scale {scale['final']:g}"
+    return line
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _written_since(path: str, started: float) -> bool:
+    try:
+        return os.stat(path).st_mtime >= started
+    except OSError:
+        return False

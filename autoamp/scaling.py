@@ -1,0 +1,173 @@
+"""The loss scale: what it is, when it moves, and what the gradients of one backward were checked for.
+
+Nothing here waits for a device: scale and counters are device tensors, replaced and never edited, so that a backward
+keeps the one it ran with; what is reported is read back later, many steps at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .policy import LossScaleRule
+
+PENDING = 512
+"""How many steps wait on the device before their outcome is read back."""
+
+
+class LossScale:
+    """The scale of one process, moved by the rule of the policy as `torch.amp.GradScaler` moves its own.
+
+    `history` holds ``[step, scale]`` wherever the scale changed; `taken` and `skipped` count gated steps.
+    """
+
+    def __init__(self, rule: LossScaleRule) -> None:
+        self.rule = rule
+        self.taken = 0
+        self.skipped = 0
+        self.history: list[list[float]] = [[0, rule.init]]
+        self._state = {"scale": rule.init, "growth_tracker": 0, "skips_in_a_row": 0}
+        self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def description(self) -> str:
+        """As the start line says it."""
+        if self.rule.mode == "off":
+            return "no loss scale"
+        return f"{self.rule.mode} loss scale {self._state['scale']:g}"
+
+    def current(self, device: torch.device) -> torch.Tensor:
+        """The scale, a float32 tensor without dimensions on the device where it was first asked for."""
+        if self._tensors is None:
+            state = self._state
+            self._tensors = (
+                torch.tensor(state["scale"], dtype=torch.float32, device=device),
+                torch.tensor(state["growth_tracker"], dtype=torch.int32, device=device),
+                torch.tensor(state["skips_in_a_row"], dtype=torch.int32, device=device),
+            )
+        return self._tensors[0]
+
+    def update(
+        self, found_inf: torch.Tensor, ran_with: torch.Tensor, skipped: torch.Tensor | None = None
+    ) -> None:
+        """The end of a gated step.
+
+        Args:
+            found_inf: float32, not 0 where the optimizer's gradients are not finite.
+            ran_with: the scale of the backward that made them; back-off starts from there, so that two losses that
+                overflow at one scale cost one halving.
+            skipped: not 0 where the step was not taken; `found_inf` unless given (a closure is evaluated again).
+        """
+        scale = self.current(found_inf.device)
+        found_inf = found_inf.to(scale.device, non_blocking=True)
+        if self.rule.mode == "dynamic":
+            self._move(scale, found_inf, ran_with.to(scale.device, non_blocking=True))
+        self._pending.append(
+            (found_inf if skipped is None else skipped, self.current(scale.device))
+        )
+        if len(self._pending) >= PENDING:
+            self.read_back()
+
+    def _move(self, scale: torch.Tensor, found_inf: torch.Tensor, ran_with: torch.Tensor) -> None:
+        assert self._tensors is not None
+        rule, (_, tracker, in_a_row) = self.rule, self._tensors
+        new, tracker = scale.clone(), tracker.clone()
+        torch._amp_update_scale_(new, tracker, found_inf, rule.growth, rule.backoff, rule.interval)
+        if ran_with is not scale:
+            new = torch.where(found_inf > 0, torch.minimum(scale, ran_with * rule.backoff), new)
+        if rule.hysteresis > 1:
+            in_a_row = torch.where(found_inf > 0, in_a_row + 1, 0)
+            patient = (found_inf > 0) & (in_a_row < rule.hysteresis)
+            new = torch.where(patient, scale, new)
+            in_a_row = torch.where(in_a_row >= rule.hysteresis, 0, in_a_row)
+        if rule.min > 0 or rule.max < float("inf"):
+            new.clamp_(rule.min, rule.max)
+        self._tensors = (new, tracker, in_a_row)
+
+    def read_back(self) -> None:
+        """Bring counts and history up to date: one synchronisation for all steps since the last time."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        rows = torch.stack([torch.stack((skip.float(), scale)) for skip, scale in pending]).tolist()
+        for skip, scale in rows:
+            self.skipped += skip > 0
+            self.taken += skip == 0
+            if scale != self.history[-1][1]:
+                self.history.append([self.taken + self.skipped, scale])
+
+    def forget_counts(self) -> None:
+        """Start counting, and the history, at the present scale."""
+        self.read_back()
+        self.taken = self.skipped = 0
+        self.history = [[0, self.history[-1][1]]]
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint needs to go on as if nothing had happened: plain numbers."""
+        if self._tensors is not None:
+            self._state = dict(
+                zip(self._state, (tensor.item() for tensor in self._tensors), strict=True)
+            )
+        return dict(self._state)
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Take over the `state` of a checkpoint; missing entries keep their present value."""
+        self.read_back()
+        self._state = {key: state.get(key, value) for key, value in self.state().items()}
+        self._tensors = None
+        if self._state["scale"] != self.history[-1][1]:
+            self.history.append([self.taken + self.skipped, self._state["scale"]])
+
+
+def inverse_of(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale by way of float64, rounded once, as `GradScaler.unscale_` does; MPS has no float64."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def multiply_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients in place by a tensor without dimensions, on whatever device each of them is."""
+    for (device, _), group in _grouped(tensors).items():
+        torch._foreach_mul_(group, factor.to(device, non_blocking=True))
+
+
+def unscale_(tensors: Iterable[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
+    """Multiply gradients in place by `inverse` and check them: one flag per device, not 0 if any value is inf or nan."""
+    flags: dict[torch.device, torch.Tensor] = {}
+    for (device, dtype), group in _grouped(tensors).items():
+        if device not in flags:
+            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        factor = inverse.to(device, non_blocking=True)
+        if dtype in (torch.float32, torch.float64, torch.float16):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], factor)
+        else:  # bfloat16 on the CPU has no such kernel
+            for tensor in group:
+                tensor.mul_(factor.to(tensor.dtype))
+                flags[device] += (~tensor.isfinite().all()).float()
+    return list(flags.values())
+
+
+def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
+    """The flags of several devices or backwards as one, on the first one's device; needs at least one."""
+    first, *others = flags
+    for flag in others:
+        first = first + flag.to(first.device, non_blocking=True)
+    return first
+
+
+def _grouped(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.is_sparse:
+            tensor = tensor._values()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups

@@ -1,0 +1,141 @@
+"""What one active process holds: settings, policy, decisions, the loss scale, and what happened so far.
+
+The only mutable state of the runtime. It is reached by argument, never imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .devices import Decision, decide
+from .policy import Policy
+from .scaling import LossScale
+from .settings import Settings
+from .speech import Speech
+
+if TYPE_CHECKING:
+    from .bootstrap import WhenImported
+    from .kernels import Kernels
+    from .patching import Ledger
+    from .stepping import Gates
+
+Backward = tuple[torch.Tensor, torch.Tensor]
+"""What one backward left to know: the scale it ran with, and a flag that is not 0 where a gradient was not finite."""
+
+
+class Backwards:
+    """The last backwards of the process, counted, so that each optimizer can ask what came since its last step."""
+
+    KEPT = 1024
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._kept: deque[Backward] = deque(maxlen=self.KEPT)
+
+    def append(self, backward: Backward) -> None:
+        """Note one more."""
+        self._kept.append(backward)
+        self.count += 1
+
+    def since(self, mark: int) -> list[Backward]:
+        """Those after the first `mark` ones. Where some are forgotten one counts as overflowed: better to look once more."""
+        new = self.count - mark
+        if new <= len(self._kept):
+            return list(self._kept)[len(self._kept) - new :]
+        scale, flag = self._kept[0]
+        return [(scale, torch.ones_like(flag)), *self._kept]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Regions entered, and optimizer steps taken outside loss scaling (`LossScale` counts those that it gates)."""
+
+    regions: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """One activation, from `activation.activate` to `activation.deactivate`."""
+
+    settings: Settings
+    policy: Policy
+    door: str
+    speech: Speech
+    loss_scale: LossScale
+    ledger: Ledger
+    kernels: Kernels
+    active: bool = True
+    scales: bool = False
+    """Whether losses are scaled: from the first FP16 region on, unless the script scales them itself."""
+    scaler_owner: str = ""
+    """Who scales losses instead of autoamp, empty if nobody does."""
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    backwards: Backwards = field(default_factory=Backwards)
+    local: threading.local = field(default_factory=threading.local)
+    """Per thread: `region`, the device type of the open region or None."""
+    stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
+    """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
+    gates: Gates = field(init=False)
+    dynamo_watch: WhenImported | None = None
+    pid: int = field(default_factory=os.getpid)
+    started: float = field(default_factory=time.time)
+    _retained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+    def decide(self, device: torch.device) -> Decision:
+        """The decision for `device`'s type, made (and spoken) when the first model runs there."""
+        decision = self.decisions.get(device.type)
+        if decision is None:
+            decision = decide(device, self.policy, self.settings.dtype is not None)
+            self.decisions[device.type] = decision
+            self._announce(device.type, decision)
+        return decision
+
+    def start_scaling(self) -> None:
+        """Note that FP16 is in use."""
+        self.scales = not self.scaler_owner and self.policy.loss_scale.mode != "off"
+
+    def leave_scaling_to(self, owner: str) -> None:
+        """Stand aside for another loss scaler for the rest of the process; said once."""
+        if not self.scaler_owner:
+            self.scaler_owner, self.scales = owner, False
+            self.speech.notice(f"autoamp: loss scaling is left to {owner}")
+
+    def retain(self, tensor: torch.Tensor) -> None:
+        """Remember a tensor that keeps its gradient although it is no leaf."""
+        key = id(tensor)
+        self._retained[key] = weakref.ref(tensor, lambda _: self._retained.pop(key, None))
+
+    def retained(self) -> Iterator[torch.Tensor]:
+        """The living tensors among those."""
+        return (
+            tensor
+            for reference in list(self._retained.values())
+            if (tensor := reference()) is not None
+        )
+
+    def forget_counts(self) -> None:
+        """In a forked child: what happened so far happened to the parent."""
+        self.counts = Counts()
+        self.loss_scale.forget_counts()
+
+    def _announce(self, device_type: str, decision: Decision) -> None:
+        version = sys.modules["autoamp"].__version__
+        if decision.dtype is None:
+            self.speech.notice(f"autoamp {version} stands aside on {device_type}: {decision.why}")
+            return
+        scale = f", {self.loss_scale.description}" if decision.dtype is torch.float16 else ""
+        self.speech.notice(
+            f'autoamp {version} on: {device_type} {decision.word}{scale}, policy "{self.policy.name}", by {self.door}'
+        )

@@ -1,0 +1,125 @@
+"""The environment, read once, as a frozen value.
+
+Every variable is a row of `VARIABLES`; a name or a value that is not understood is an error, never a silent default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import SettingsError
+
+SWITCH = "AUTO_MIXED_PRECISION"
+DTYPES = ("float16", "bfloat16")
+LOG_LEVELS = ("quiet", "notice", "info", "debug")
+ON = ("1", "true", "on", "yes")
+OFF = ("0", "false", "off", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for, the switch itself apart (`bootstrap` reads that).
+
+    `loss_scale` is ``"dynamic"``, a static scale, or None: as the policy says.
+    """
+
+    policy: str = "default"
+    dtype: str | None = None
+    loss_scale: str | float | None = None
+    log: str = "notice"
+    report: str | None = None
+    strict: bool = False
+    only: tuple[str, ...] = ()
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"use one of: {', '.join(words)}")
+        return text
+
+    return read
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ON + OFF:
+        raise ValueError(f"use one of: {', '.join(ON + OFF)}")
+    return text.lower() in ON
+
+
+def _loss_scale(text: str) -> str | float:
+    if text == "dynamic":
+        return text
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0.0 < scale < float("inf"):
+        raise ValueError("use 'dynamic' or a positive number") from None
+    return scale
+
+
+def _globs(text: str) -> tuple[str, ...]:
+    return tuple(glob.strip() for glob in text.split(",") if glob.strip())
+
+
+VARIABLES: Mapping[str, Callable[[str], Any]] = {
+    "POLICY": str,
+    "DTYPE": _one_of(*DTYPES),
+    "LOSS_SCALE": _loss_scale,
+    "LOG": _one_of(*LOG_LEVELS),
+    "REPORT": str,
+    "STRICT": _flag,
+    "ONLY": _globs,
+}
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings in `environ`; the policy that the switch names counts unless ``_POLICY`` names another.
+
+    Raises:
+        SettingsError: a variable with our prefix is unknown, or its value cannot be understood.
+    """
+    switch = environ.get(SWITCH, "").strip()
+    values: dict[str, Any] = {}
+    if switch and switch.lower() not in ON + OFF:
+        values["policy"] = switch
+    for name in sorted(environ):
+        if not name.startswith(SWITCH + "_"):
+            continue
+        suffix, text = name[len(SWITCH) + 1 :], environ[name].strip()
+        if suffix not in VARIABLES:
+            near = difflib.get_close_matches(suffix, VARIABLES, 1, 0.5)
+            hint = (
+                f"Did you mean {SWITCH}_{near[0]}?" if near else f"Known: {', '.join(VARIABLES)}."
+            )
+            raise SettingsError(f"{name}: unknown variable. {hint}")
+        if not text:
+            continue
+        try:
+            values[suffix.lower()] = VARIABLES[suffix](text)
+        except ValueError as error:
+            raise SettingsError(f"{name}={text}: {error}.") from None
+    return Settings(**values)
+
+
+def origin_of_policy(environ: Mapping[str, str] = os.environ) -> str:
+    """The variable that names the policy, for messages about it."""
+    return SWITCH + "_POLICY" if environ.get(SWITCH + "_POLICY", "").strip() else SWITCH
+
+
+def is_excluded(only: tuple[str, ...], script: str) -> bool:
+    """Whether the globs of ``_ONLY`` leave this script out: by its file name, ``!glob`` excludes, the last match wins."""
+    if not only:
+        return False
+    name = os.path.basename(script)
+    excluded = not only[0].startswith("!")
+    for glob in only:
+        if fnmatch.fnmatch(name, glob.removeprefix("!")):
+            excluded = glob.startswith("!")
+    return excluded

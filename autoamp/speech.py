@@ -1,0 +1,67 @@
+"""What autoamp says: single lines on stderr, from one process of a job; stdout belongs to the user."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+
+LEVELS = {
+    "quiet": logging.CRITICAL + 10,
+    "notice": 25,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+}
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is at the time; a closed or missing one is no error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(record.getMessage() + "\n")
+        except (AttributeError, OSError, ValueError):
+            pass  # no stderr: nobody to tell
+
+
+class Speech:
+    """The logger ``autoamp`` at the level of ``AUTO_MIXED_PRECISION_LOG``; handlers added by the script see it too."""
+
+    def __init__(self, level: str) -> None:
+        self.logger = logging.getLogger("autoamp")
+        self.logger.setLevel(LEVELS[level])
+        self.logger.propagate = False
+        self._handler = _Stderr()
+        self.logger.addHandler(self._handler)
+        self.has_spoken = False
+
+    def notice(self, line: str) -> None:
+        """One of the few lines that a run prints unless it is quiet."""
+        if speaks_for_the_job():
+            self.has_spoken = True
+            self.logger.log(LEVELS["notice"], line)
+
+    def info(self, line: str) -> None:
+        """Something that happened, for ``AUTO_MIXED_PRECISION_LOG=info``."""
+        if speaks_for_the_job():
+            self.logger.info(line)
+
+    def debug(self, line: str) -> None:
+        """How autoamp works here, for ``AUTO_MIXED_PRECISION_LOG=debug``; every process speaks."""
+        self.logger.debug(line)
+
+    def close(self) -> None:
+        """Take the handler off the logger again."""
+        self.logger.removeHandler(self._handler)
+
+
+def speaks_for_the_job() -> bool:
+    """Whether this is the process that speaks: rank 0, no DataLoader worker, the main process or its first child."""
+    import torch  # loaded long before anyone speaks; `status()` needs the rest of this room without it
+
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = str(torch.distributed.get_rank())
+    identity: tuple[int, ...] = getattr(multiprocessing.current_process(), "_identity", ())
+    return rank == "0" and torch.utils.data.get_worker_info() is None and identity in ((), (1,))

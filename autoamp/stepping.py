@@ -1,0 +1,243 @@
+"""May the optimizer move? A step whose gradients are not finite is skipped, and the loss scale learns of it.
+
+The gate stands at class level, outside torch's own step wrapper and inside the schedulers' one: a skipped step runs no
+step hooks, touches neither parameters nor state, and no scheduler warns.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .region import exempted
+from .scaling import any_of, unscale_
+from .session import Backward, Session
+
+STATE_KEY = "autoamp"
+"""The one key that autoamp adds to ``optimizer.state_dict()``; plain PyTorch ignores it."""
+
+
+class Gates:
+    """The gates of one session, and what each optimizer has seen of its backwards."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._local = threading.local()
+
+    def gated(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step` of an optimizer class behind a gate. Applied twice (``super().step()``), only the outer one acts."""
+
+        @functools.wraps(step)
+        def gate(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            open_gates: set[int] = self._local.__dict__.setdefault("open", set())
+            if not self.session.active or id(optimizer) in open_gates:
+                return step(optimizer, *args, **kwargs)
+            open_gates.add(id(optimizer))
+            try:
+                return self._pass_through(step, optimizer, args, kwargs)
+            finally:
+                open_gates.discard(id(optimizer))
+                if getattr(self.session.local, "region", None) is not None:
+                    torch.clear_autocast_cache()  # weights have changed inside an open region
+
+        gate._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
+        gate.__autoamp_gate__ = step  # type: ignore[attr-defined]
+        return gate
+
+    def _pass_through(
+        self,
+        step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        session = self.session
+        closure = args[0] if args else kwargs.get("closure")
+        if session.scales and callable(closure):
+            return self._step_with_closure(step, optimizer, closure, args, kwargs)
+        backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
+        if not backwards:
+            result = step(optimizer, *args, **kwargs)
+            session.counts.steps += 1
+            return result
+        self._seen[optimizer] = session.backwards.count
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return self._step_fused(step, optimizer, backwards, args, kwargs)
+        found_inf = self._overflow(optimizer, backwards)
+        ran_with = _lowest_scale(backwards) if found_inf else backwards[-1][0]
+        result = None if found_inf else step(optimizer, *args, **kwargs)
+        self.session.loss_scale.update(_flag(found_inf, ran_with.device), ran_with)
+        return result
+
+    def _overflow(self, optimizer: torch.optim.Optimizer, backwards: list[Backward]) -> bool:
+        """Whether this optimizer owns a gradient that is not finite: one synchronisation, two where a backward overflowed.
+
+        A backward that overflowed need not concern this optimizer (another one's loss, gradients zeroed since).
+        """
+        if not any_of([found_inf for _, found_inf in backwards]).item():
+            return False
+        return bool(_check(optimizer).item())
+
+    def _step_fused(
+        self,
+        step: Callable[..., Any],
+        optimizer: Any,
+        backwards: list[Backward],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Fused kernels skip by themselves, on the device: they get a flag to read, and nobody waits for it."""
+        ran_with = backwards[-1][0]
+        found_inf = _check(optimizer)
+        if _first_step_needs_the_host(optimizer):
+            result = None if found_inf.item() else step(optimizer, *args, **kwargs)
+        else:
+            optimizer.grad_scale, optimizer.found_inf = None, found_inf
+            try:
+                result = step(optimizer, *args, **kwargs)
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        self.session.loss_scale.update(found_inf, ran_with)
+        return result
+
+    def _step_with_closure(
+        self,
+        step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A closure runs its backward inside the step: if that overflows it is evaluated again, in float32."""
+        session = self.session
+        overflows: list[torch.Tensor] = []
+        ran_with: list[torch.Tensor] = []
+
+        @functools.wraps(closure)
+        def evaluated() -> Any:
+            random_state = _random_state()
+            mark = session.backwards.count
+            loss = closure()
+            backwards = session.backwards.since(mark)
+            if backwards:
+                ran_with.append(backwards[-1][0])
+                if self._overflow(optimizer, backwards):
+                    overflows.append(_lowest_scale(backwards))
+                    _restore_random_state(random_state)
+                    with exempted():
+                        loss = closure()
+            return loss
+
+        if args:
+            args = (evaluated, *args[1:])
+        else:
+            kwargs = {**kwargs, "closure": evaluated}
+        result = step(optimizer, *args, **kwargs)
+        self._seen[optimizer] = session.backwards.count
+        if ran_with:
+            scale = (overflows or ran_with)[-1]
+            taken = _flag(False, scale.device)
+            session.loss_scale.update(_flag(bool(overflows), scale.device), scale, skipped=taken)
+        else:
+            session.counts.steps += 1
+        return result
+
+
+def profile_hook_step(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Optimizer.profile_hook_step`: torch wraps each class's ``step`` with it when the first instance appears."""
+
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        return session.gates.gated(original(func))
+
+    return profile_hook_step
+
+
+def state_dict(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Optimizer.state_dict`: the loss scale rides along under one key, as plain numbers."""
+
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = original(self)
+        if session.active and session.scales:
+            state[STATE_KEY] = session.loss_scale.state()
+        return state
+
+    return state_dict
+
+
+def load_state_dict(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`Optimizer.load_state_dict`: and comes back."""
+
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        if STATE_KEY in state_dict:
+            state_dict = dict(state_dict)
+            session.loss_scale.load(state_dict.pop(STATE_KEY))
+        original(self, state_dict)
+
+    return load_state_dict
+
+
+def hooked_classes() -> list[type[torch.optim.Optimizer]]:
+    """The optimizer classes, at all levels, whose own ``step`` carries torch's wrapper already."""
+    classes: list[type[torch.optim.Optimizer]] = []
+    stack: list[type[torch.optim.Optimizer]] = [torch.optim.Optimizer]
+    while stack:
+        cls = stack.pop()
+        stack += cls.__subclasses__()
+        if getattr(vars(cls).get("step"), "hooked", False) and cls not in classes:
+            classes.append(cls)
+    return classes
+
+
+def ungated(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind a gate, as torch would have it there."""
+    return getattr(step, "__autoamp_gate__", step)
+
+
+def _check(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """One flag for all gradients of the optimizer, as it would find them now; nothing is changed."""
+    # `.data` has a version counter of its own: multiplying by one must not look like an edit to autograd.
+    grads = [
+        p.grad.data
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
+    with torch.no_grad():
+        flags = unscale_(grads, torch.ones((), device=grads[0].device)) if grads else []
+    return any_of(flags) if flags else torch.zeros(())
+
+
+def _flag(value: bool, device: torch.device) -> torch.Tensor:
+    return torch.full((), float(value), device=device)
+
+
+def _lowest_scale(backwards: list[Backward]) -> torch.Tensor:
+    """The smallest scale among the backwards that overflowed; the same object where it is one scale."""
+    scales = [scale for scale, found_inf in backwards if found_inf.item()]
+    return min(scales, key=float) if scales else backwards[-1][0]
+
+
+def _first_step_needs_the_host(optimizer: Any) -> bool:
+    """Fused SGD leaves new momentum buffers uninitialised when its very first step is skipped on the device."""
+    return any(
+        group.get("momentum")
+        and any("momentum_buffer" not in optimizer.state[p] for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda
+
+
+def _restore_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
