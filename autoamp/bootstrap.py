@@ -52,16 +52,10 @@ def start(door: str = ".start") -> None:
     """Activate as soon as torch is loaded, if autoamp is wanted; for files that run at startup."""
     if not SUPPORTED or phase != "idle" or not _is_wanted():
         return
-    torch = sys.modules.get("torch")
-    if torch is None or getattr(getattr(torch, "__spec__", None), "_initializing", False):
+    if sys.modules.get("torch") is None or _is_being_imported("torch"):
         _wait_for_torch(door)
-        return
-    try:
+    else:
         _activate(door)
-    except SystemExit:
-        # While `site` runs, Python answers a SystemExit with a crash report. No user code has run
-        # yet: nothing is lost by leaving at once.
-        os._exit(2)
 
 
 def start_in_torch() -> None:
@@ -124,6 +118,11 @@ def _is_wanted() -> bool:
     return switch() not in (None, "off")
 
 
+def _is_being_imported(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return getattr(spec, "_initializing", False)
+
+
 def _activate(through: str, policy: str | None = None) -> None:
     """Turn autoamp on, at most once; `policy` None means the environment's."""
     global door, phase, reason, _policy
@@ -161,8 +160,10 @@ def _give_up(error: BaseException, through: str) -> None:
         sys.stderr.flush()
     except Exception:  # noqa: S110 - a closed stderr, or none (pythonw): nobody is listening
         pass
+    if strict and _is_being_imported("site"):
+        os._exit(2)  # Python answers a SystemExit there with a crash report; no user code has run
     if strict:
-        raise SystemExit(2) from None  # torch turns any Exception into a "failed backend extension"
+        raise SystemExit(2) from None  # torch rewords any Exception as a failed backend extension
 
 
 def _explain(error: BaseException) -> str:

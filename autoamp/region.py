@@ -14,6 +14,7 @@ import torch
 
 from . import policy
 from .casting import HALF, to_float32
+from .devices import TORCH_DTYPES
 from .session import Session
 
 enter_nesting = torch.autocast_increment_nesting
@@ -31,6 +32,15 @@ class Regions:
         self.session = session
         self._half_models_seen = False
 
+        def word_for_compiled(device_type: str) -> str:
+            dtype = self._decide(torch.device(device_type))
+            return "off" if dtype is None else str(dtype).removeprefix("torch.")
+
+        # What torch.compiler.assume_constant_result sets: Dynamo calls this once, while it traces, and
+        # keeps the answer, instead of tracing how we announce and remember it.
+        word_for_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        self.word_for_compiled = word_for_compiled
+
     def precision_for(self, tensor: torch.Tensor) -> torch.dtype | None:
         """The dtype of a region whose root is told by `tensor`, or None: stay out.
 
@@ -44,10 +54,7 @@ class Regions:
             return None
         if tensor.device.type == "meta" or torch.is_autocast_enabled(tensor.device.type):
             return None
-        dtype = self.session.decide(tensor.device).dtype
-        if dtype is torch.float16 and not self.session.scales:
-            self.session.start_scaling()
-        return dtype
+        return self._decide(tensor.device)
 
     def run(
         self,
@@ -80,6 +87,12 @@ class Regions:
         if self.session.policy.outputs == "keep":
             return result
         return to_float32(result, (*args, kwargs))
+
+    def _decide(self, device: torch.device) -> torch.dtype | None:
+        dtype = self.session.decide(device).dtype
+        if dtype is torch.float16 and not self.session.scales:
+            self.session.start_scaling()
+        return dtype
 
     def _note_half_model(self, tensor: torch.Tensor) -> None:
         if not self._half_models_seen:
@@ -190,10 +203,10 @@ def _compiled_call(
     parameter = next(module.parameters(), None)
     if parameter is None or _is_exporting() or torch.is_autocast_enabled(parameter.device.type):
         return original(module, *args, **kwargs)
-    dtype = regions.session.decide(parameter.device).dtype
-    if dtype is None or parameter.dtype in HALF:
+    word = regions.word_for_compiled(parameter.device.type)
+    if word == "off" or parameter.dtype in HALF:
         return original(module, *args, **kwargs)
-    with torch.autocast(parameter.device.type, dtype):
+    with torch.autocast(parameter.device.type, TORCH_DTYPES[word]):
         result = original(module, *args, **kwargs)
     if regions.session.policy.outputs == "keep":
         return result
