@@ -1,4 +1,6 @@
-"""Turns everything on, or back off: the only place where all parts meet. It calls; it does not decide."""
+"""Turns everything on, or back off: the only place where all parts meet. It calls; it does not
+decide.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 
 import torch
 
-from . import bootstrap, fixups, policyfile, report, settings, stepping
+from . import bootstrap, fixups, policyfile, region, report, settings, stepping
 from .errors import AutoampError, PatchError
 from .kernels import Kernels
 from .patches import PATCHES
@@ -76,6 +78,7 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
     opened = Session(
         asked, policy, door, Speech(asked.log), LossScale(policy.loss_scale), Ledger(), Kernels()
     )
+    opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:
         opened.kernels.register(fixups.kernels_for(policy))
@@ -120,8 +123,9 @@ def _check_torch() -> None:
 def _hide_from_dynamo(opened: Session) -> None:
     """Let Dynamo see the original ``Module.__call__`` while it is first imported.
 
-    It remembers what it finds there and skips that when it traces; ours would be skipped, and compiled functions that
-    call models would silently run in float32 (torch/_dynamo/utils.py, ``unpatched_nn_module_call``).
+    It remembers what it finds there and skips that when it traces; ours would be skipped, and
+    compiled functions that call models would silently run in float32 (torch/_dynamo/utils.py,
+    ``unpatched_nn_module_call``).
     """
     name = "torch._dynamo.utils"
     if name in sys.modules:

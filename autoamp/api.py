@@ -39,7 +39,8 @@ class off(contextlib.ContextDecorator):  # noqa: N801 - reads as a word: `with a
 def status() -> dict[str, Any]:
     """What autoamp does in this process, as plain data: the keys of the report, and `phase`.
 
-    `phase` is one of ``idle`` (not asked for), ``armed`` (waits for torch), ``active``, ``failed``, ``off``.
+    `phase` is one of ``idle`` (not asked for), ``armed`` (waits for torch), ``active``, ``failed``,
+    ``off``.
     """
     from . import report
 

@@ -1,9 +1,10 @@
 """Scaled backward: inside torch gradients carry the scale, inside user code they never do.
 
-Each run of the autograd engine is a `Pass`. The scale enters with the seed gradient; before the engine's caller gets
-control back, also on an exception, the gradients of every reached leaf are checked and unscaled in place. On CUDA hooks
-and custom Functions run on the engine's own threads, where a plain thread-local is empty: the pass travels in the
-thread-local state that torch hands to them.
+Each run of the autograd engine is a `Pass`. The scale enters with the seed gradient; before the
+engine's caller gets control back, also on an exception, the gradients of every reached leaf are
+checked and unscaled in place. On CUDA hooks and custom Functions run on the engine's own threads,
+where a plain thread-local is empty: the pass travels in the thread-local state that torch hands to
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _AccumulateGrad = type(
 
 
 class Pass:
-    """One run of the engine whose gradients carry `scale`; `leaves` are the tensors whose ``.grad`` does."""
+    """One run of the engine whose gradients carry `scale`; `leaves` are the tensors whose ``.grad``
+    does.
+    """
 
     def __init__(self, scale: torch.Tensor, outer: Pass | None) -> None:
         self.scale = scale

@@ -1,6 +1,7 @@
 """The dtype of every tensor in a nested value: what leaves a region becomes float32.
 
-Containers are copied, never edited; a value with nothing to change is returned as it is, by identity.
+Containers are copied, never edited; a value with nothing to change is returned as it is, by
+identity.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ HALF = (torch.float16, torch.bfloat16)
 def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
     """`value` with each half tensor in it as float32, connected in autograd.
 
-    Reaches into tuples, lists, dicts, dataclasses, their subclasses (named tuples, ``ModelOutput``) and
-    ``torch.distributions``. Tensors that the caller passed in as half (`came_in`: the call's arguments) stay half;
-    a tensor that stands in several places is cast once.
+    Reaches into tuples, lists, dicts, dataclasses, their subclasses (named tuples, ``ModelOutput``)
+    and ``torch.distributions``. Tensors that the caller passed in as half (`came_in`: the call's
+    arguments) stay half; a tensor that stands in several places is cast once.
     """
     if isinstance(value, torch.Tensor) and value.dtype not in HALF:
         return value
@@ -28,7 +29,9 @@ def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
 
 
 def _cast(value: Any, done: dict[int, Any]) -> Any:
-    """`done`: what each value seen so far became, by identity; a container stands for itself while it is open."""
+    """`done`: what each value seen so far became, by identity; a container stands for itself while
+    it is open.
+    """
     if id(value) in done:
         return done[id(value)]
     if isinstance(value, torch.Tensor):
@@ -36,7 +39,8 @@ def _cast(value: Any, done: dict[int, Any]) -> Any:
     elif isinstance(value, tuple):
         items = [_cast(item, done) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
-        # A named tuple has no constructor that takes a list; `tuple.__new__` passes by whatever a subclass checks.
+        # A named tuple has no constructor that takes a list; `tuple.__new__` passes by whatever a
+        # subclass checks.
         result = value if same else tuple.__new__(type(value), items)
     else:
         result = _cast_mutable(value, done)

@@ -1,6 +1,8 @@
-"""Policy words to torch dtypes, and what each device can do: the decision whether a device gets lower precision.
+"""Policy words to torch dtypes, and what each device can do: the decision whether a device gets
+lower precision.
 
-Nothing here touches a device before a model runs on it: asking CUDA for its capability would start it up.
+Nothing here touches a device before a model runs on it: asking CUDA for its capability would start
+it up.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ class Decision:
 
 
 def decide(device: torch.device, policy: Policy, forced: bool) -> Decision:
-    """The policy's precision for `device`, unless the device gains nothing from it and nobody forced it.
+    """The policy's precision for `device`, unless the device gains nothing from it and nobody
+    forced it.
 
-    `forced`: ``AUTO_MIXED_PRECISION_DTYPE`` named the dtype, so the device is not asked whether it is fast.
+    `forced`: ``AUTO_MIXED_PRECISION_DTYPE`` named the dtype, so the device is not asked whether it
+    is fast.
     """
     word = policy.devices.get(device.type, "off")
     if word == "off":
@@ -74,7 +78,9 @@ _OBSTACLES = {"cpu": _cpu, "cuda": _cuda, "xpu": _any, "mps": _any}
 
 
 def cpu_has_bfloat16_arithmetic() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware; without that BF16 is slower than FP32 (pytorch#86270)."""
+    """Whether this CPU multiplies bfloat16 matrices in hardware; without that BF16 is slower than
+    FP32 (pytorch#86270).
+    """
     if platform.machine().lower() in ("aarch64", "arm64"):
         try:
             return "bf16" in Path("/proc/cpuinfo").read_text().split()

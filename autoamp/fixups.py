@@ -13,7 +13,9 @@ from .policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Fixup:
-    """Kernels that a policy needs where running `dtype` on `device` breaks an op; `breaks` asks the installed torch."""
+    """Kernels that a policy needs where running `dtype` on `device` breaks an op; `breaks` asks the
+    installed torch.
+    """
 
     device: str
     dtype: str

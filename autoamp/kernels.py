@@ -1,7 +1,8 @@
-"""Kernels of our own on torch's Autocast dispatch keys: put in, taken out, nothing of torch replaced.
+"""Kernels of our own on torch's Autocast dispatch keys: put in, taken out, nothing of torch
+replaced.
 
-A kernel there is found by every spelling of an op (function, method, module, TorchScript, names imported early) and acts
-only while autocast is on.
+A kernel there is found by every spelling of an op (function, method, module, TorchScript, names
+imported early) and acts only while autocast is on.
 """
 
 from __future__ import annotations

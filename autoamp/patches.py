@@ -1,4 +1,6 @@
-"""The table of every torch name that autoamp replaces, and why. README prints it; nothing else is touched."""
+"""The table of every torch name that autoamp replaces, and why. README prints it; nothing else is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def find_builtin(original: Callable[..., Any], session: Session) -> Callable[...
 
 
 def scale(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`torch.amp.GradScaler.scale`: a script that scales its losses itself goes on doing so, and autoamp does not."""
+    """`torch.amp.GradScaler.scale`: a script that scales its losses itself goes on doing so, and
+    autoamp does not.
+    """
 
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled():
@@ -79,6 +83,10 @@ PATCHES = (
         find_builtin,
         "the same function under its other name",
         optional=True,
+    ),
+    *(
+        Patch(f"torch.jit:{name}", region.in_float32, "traced programs are the float32 ones")
+        for name in ("trace", "trace_module")
     ),
     Patch(
         "torch.autograd:_engine_run_backward",

@@ -1,6 +1,7 @@
 """Puts replacements into torch and takes them out again: all or nothing, presence as well as value.
 
-The only room that assigns attributes on objects which autoamp does not own. What is replaced is data (`patches`).
+The only room that assigns attributes on objects which autoamp does not own. What is replaced is
+data (`patches`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _ABSENT = object()
 class Patch:
     """One torch name that is replaced.
 
-    `target` is ``module:attribute.path``; `factory` takes (original, session) and returns a plain function;
-    `when` is asked once whether the policy needs it; `optional` names may be absent in some versions of torch.
+    `target` is ``module:attribute.path``; `factory` takes (original, session) and returns a plain
+    function; `when` is asked once whether the policy needs it; `optional` names may be absent in
+    some versions of torch.
     """
 
     target: str
@@ -55,7 +57,9 @@ class _Applied:
 
 
 class Ledger:
-    """What was put in, and what was there before. `restore` is the exact inverse of everything `apply` did."""
+    """What was put in, and what was there before. `restore` is the exact inverse of everything
+    `apply` did.
+    """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -115,7 +119,9 @@ class Ledger:
         )
 
     def restore(self) -> list[str]:
-        """Put everything back, last one first; the targets that someone else has replaced since are left and returned."""
+        """Put everything back, last one first; the targets that someone else has replaced since are
+        left and returned.
+        """
         left = []
         while self._applied:
             applied = self._applied.pop()
@@ -155,9 +161,11 @@ class Ledger:
 def named_like(
     replacement: Callable[..., Any], original: Any, owner: Any, name: str
 ) -> Callable[..., Any]:
-    """`replacement` dressed as `original`, located where it is installed, so that it pickles by that name.
+    """`replacement` dressed as `original`, located where it is installed, so that it pickles by
+    that name.
 
-    Idempotent and without descriptors: a plain function is what `torch.compile`, pickle and `inspect` understand.
+    Idempotent and without descriptors: a plain function is what `torch.compile`, pickle and
+    `inspect` understand.
     """
     place = getattr(owner, "__qualname__", "")
     attributes = {

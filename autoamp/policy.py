@@ -18,8 +18,9 @@ MODES = ("dynamic", "static", "off")
 class LossScaleRule:
     """How gradients of FP16 regions are scaled; the constants are those of `torch.amp.GradScaler`.
 
-    `interval` counts taken steps between two growths; `hysteresis` is the number of skipped steps in a row that cost
-    one back-off (Paddle's ``decr_every_n_nan_or_inf``); `min` and `max` bound the scale.
+    `interval` counts taken steps between two growths; `hysteresis` is the number of skipped steps
+    in a row that cost one back-off (Paddle's ``decr_every_n_nan_or_inf``); `min` and `max` bound
+    the scale.
     """
 
     mode: str = "dynamic"
@@ -34,9 +35,11 @@ class LossScaleRule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything that one policy decides; `name` is how it was asked for, `source` the file that it was read from.
+    """Everything that one policy decides; `name` is how it was asked for, `source` the file that it
+    was read from.
 
-    The defaults are what ``policies/torch.yaml`` says: a file without ``extends`` starts from there.
+    The defaults are what ``policies/torch.yaml`` says: a file without ``extends`` starts from
+    there.
     """
 
     name: str = ""

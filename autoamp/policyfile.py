@@ -1,6 +1,7 @@
 """YAML text to `Policy`; every error with file, line, column and what to write instead.
 
-The text is composed into nodes and read by the tables below: nothing in it can build an object or run code.
+The text is composed into nodes and read by the tables below: nothing in it can build an object or
+run code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _SCALARS = ("str", "int", "float", "bool", "null")
 
 
 def shipped() -> dict[str, Path]:
-    """The policies that come with autoamp, by name: in the package when installed, beside it in a checkout."""
+    """The policies that come with autoamp, by name: in the package when installed, beside it in a
+    checkout.
+    """
     package = Path(__file__).resolve().parent
     for folder in (package / "policies", package.parent / "policies"):
         if folder.is_dir():
@@ -33,7 +36,8 @@ def shipped() -> dict[str, Path]:
 
 
 def load(reference: str, origin: str = "AUTO_MIXED_PRECISION") -> Policy:
-    """The policy called `reference`: a shipped name, or the path of a YAML file (it has a separator or ends in .yaml).
+    """The policy called `reference`: a shipped name, or the path of a YAML file (it has a separator
+    or ends in .yaml).
 
     `origin` says who asked, for the message when there is no such policy.
 

@@ -1,7 +1,8 @@
 """Where lower precision is on: from the outermost module call in to its results out.
 
-torch counts autocast contexts in one thread-local number, the script's own and `enabled=False` ones included. A region
-opens only where that number was zero, so the innermost explicit context always wins and no counter of ours is needed.
+torch counts autocast contexts in one thread-local number, the script's own and `enabled=False` ones
+included. A region opens only where that number was zero, so the innermost explicit context always
+wins and no counter of ours is needed.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ class Regions:
             dtype = self._decide(torch.device(device_type))
             return "off" if dtype is None else str(dtype).removeprefix("torch.")
 
-        # What torch.compiler.assume_constant_result sets: Dynamo calls this once, while it traces, and
-        # keeps the answer, instead of tracing how we announce and remember it.
+        # What torch.compiler.assume_constant_result sets: Dynamo calls this once, while it traces,
+        # and keeps the answer, instead of tracing how we announce and remember it.
         word_for_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
         self.word_for_compiled = word_for_compiled
 
     def precision_for(self, tensor: torch.Tensor) -> torch.dtype | None:
         """The dtype of a region whose root is told by `tensor`, or None: stay out.
 
-        Out stays what is not float32 work of its own: calls from inside the autograd engine (recomputation brings its
-        context along), tracing and export (they see the float32 program), models that are half already.
+        Out stays what is not float32 work of its own: calls from inside the autograd engine
+        (recomputation brings its context along), tracing and export (they see the float32 program),
+        models that are half already.
         """
         if not self.session.active or torch._C._current_graph_task_id() != -1 or _is_tracing():
             return None
@@ -64,7 +66,8 @@ class Regions:
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> Any:
-        """Call `function` in a region. The caller has counted the nesting up; here it comes down, whatever happens.
+        """Call `function` in a region. The caller has counted the nesting up; here it comes down,
+        whatever happens.
 
         C-level switches instead of ``with torch.autocast``: 5 microseconds instead of 30.
         """
@@ -104,7 +107,7 @@ class Regions:
 
 def module_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region."""
-    regions = Regions(session)
+    regions = session.regions
 
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -127,8 +130,10 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def functional_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """An op of `torch.nn.functional`: called outside any module with float32 tensors, it is a region of one op."""
-    regions = Regions(session)
+    """An op of `torch.nn.functional`: called outside any module with float32 tensors, it is a
+    region of one op.
+    """
+    regions = session.regions
 
     def op(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -148,7 +153,8 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
         if dtype is None:
             leave_nesting()
             if _is_proxy(args):
-                # torch.fx compares a node's target with what the script sees as this function: that is us.
+                # torch.fx compares a node's target with what the script sees as this function: that
+                # is us.
                 return torch.fx.Proxy.__torch_function__(op, (torch.fx.Proxy,), args, kwargs)
             return original(*args, **kwargs)
         return regions.run(tensor.device.type, dtype, original, args, kwargs)
@@ -157,8 +163,22 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
     return op
 
 
+def in_float32(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A function that records a program (`torch.jit.trace`): it sees, and checks against, the
+    float32 one.
+    """
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with exempted():
+            return original(*args, **kwargs)
+
+    return traced
+
+
 def first_parameter(module: torch.nn.Module) -> torch.nn.Parameter | None:
-    """The first parameter that `module` or a descendant owns; `Module.parameters` is a chain of slow generators."""
+    """The first parameter that `module` or a descendant owns; `Module.parameters` is a chain of
+    slow generators.
+    """
     parts = module.__dict__  # a module whose __init__ has not run yet has neither entry
     for parameter in parts.get("_parameters", _NONE).values():
         if parameter is not None:
@@ -171,7 +191,9 @@ def first_parameter(module: torch.nn.Module) -> torch.nn.Parameter | None:
 
 @contextlib.contextmanager
 def exempted() -> Iterator[None]:
-    """No region opens in here, and one that is open is interrupted; to torch it is a context with autocast disabled."""
+    """No region opens in here, and one that is open is interrupted; to torch it is a context with
+    autocast disabled.
+    """
     enabled = {
         name: torch.is_autocast_enabled(name)
         for name in policy.DEVICES
@@ -196,9 +218,11 @@ def _compiled_call(
     args: tuple[Any, ...],
     kwargs: Any,
 ) -> Any:
-    """A module call that Dynamo traces: the region becomes part of the graph, as ``torch.autocast`` and output casts.
+    """A module call that Dynamo traces: the region becomes part of the graph, as ``torch.autocast``
+    and output casts.
 
-    Dynamo cannot see the nesting; autocast being on already is what tells an inner module from the outermost one.
+    Dynamo cannot see the nesting; autocast being on already is what tells an inner module from the
+    outermost one.
     """
     parameter = next(module.parameters(), None)
     if parameter is None or _is_exporting() or torch.is_autocast_enabled(parameter.device.type):

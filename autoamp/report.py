@@ -78,7 +78,8 @@ def _torch_version() -> str | None:
 
 
 def check_path(path: str) -> None:
-    """Refuse a report path that could not be written at the end, while there is time to choose another.
+    """Refuse a report path that could not be written at the end, while there is time to choose
+    another.
 
     Raises:
         SettingsError: with what is wrong and what to do.
@@ -133,7 +134,8 @@ def finish(session: Session) -> None:
     if session.speech.has_spoken:
         session.speech.notice(summary(content))
     path = session.settings.report
-    # A launcher that runs no model outlives the process that does: it must not write over that one's report.
+    # A launcher that runs no model outlives the process that does: it must not write over that
+    # one's report.
     if path and (session.counts.regions or not _written_since(path, session.started)):
         try:
             write(path, content)

@@ -1,7 +1,9 @@
-"""The loss scale: what it is, when it moves, and what the gradients of one backward were checked for.
+"""The loss scale: what it is, when it moves, and what the gradients of one backward were checked
+for.
 
-Nothing here waits for a device: scale and counters are device tensors, replaced and never edited, so that a backward
-keeps the one it ran with; what is reported is read back later, many steps at once.
+Nothing here waits for a device: scale and counters are device tensors, replaced and never edited,
+so that a backward keeps the one it ran with; what is reported is read back later, many steps at
+once.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ PENDING = 512
 
 
 class LossScale:
-    """The scale of one process, moved by the rule of the policy as `torch.amp.GradScaler` moves its own.
+    """The scale of one process, moved by the rule of the policy as `torch.amp.GradScaler` moves its
+    own.
 
-    `history` holds ``[step, scale]`` wherever the scale changed; `taken` and `skipped` count gated steps.
+    `history` holds ``[step, scale]`` wherever the scale changed; `taken` and `skipped` count gated
+    steps.
     """
 
     def __init__(self, rule: LossScaleRule) -> None:
@@ -41,7 +45,9 @@ class LossScale:
         return f"{self.rule.mode} loss scale {self._state['scale']:g}"
 
     def current(self, device: torch.device) -> torch.Tensor:
-        """The scale, a float32 tensor without dimensions on the device where it was first asked for."""
+        """The scale, a float32 tensor without dimensions on the device where it was first asked
+        for.
+        """
         if self._tensors is None:
             state = self._state
             self._tensors = (
@@ -58,9 +64,11 @@ class LossScale:
 
         Args:
             found_inf: float32, not 0 where the optimizer's gradients are not finite.
-            ran_with: the scale of the backward that made them; back-off starts from there, so that two losses that
+            ran_with: the scale of the backward that made them; back-off starts from there, so that
+                two losses that
                 overflow at one scale cost one halving.
-            skipped: not 0 where the step was not taken; `found_inf` unless given (a closure is evaluated again).
+            skipped: not 0 where the step was not taken; `found_inf` unless given (a closure is
+                evaluated again).
         """
         scale = self.current(found_inf.device)
         found_inf = found_inf.to(scale.device, non_blocking=True)
@@ -89,7 +97,9 @@ class LossScale:
         self._tensors = (new, tracker, in_a_row)
 
     def read_back(self) -> None:
-        """Bring counts and history up to date: one synchronisation for all steps since the last time."""
+        """Bring counts and history up to date: one synchronisation for all steps since the last
+        time.
+        """
         if not self._pending:
             return
         pending, self._pending = self._pending, []

@@ -1,4 +1,5 @@
-"""What one active process holds: settings, policy, decisions, the loss scale, and what happened so far.
+"""What one active process holds: settings, policy, decisions, the loss scale, and what happened so
+far.
 
 The only mutable state of the runtime. It is reached by argument, never imported.
 """
@@ -27,14 +28,19 @@ if TYPE_CHECKING:
     from .bootstrap import WhenImported
     from .kernels import Kernels
     from .patching import Ledger
+    from .region import Regions
     from .stepping import Gates
 
 Backward = tuple[torch.Tensor, torch.Tensor]
-"""What one backward left to know: the scale it ran with, and a flag that is not 0 where a gradient was not finite."""
+"""What one backward left to know: the scale it ran with, and a flag that is not 0 where a gradient
+was not finite.
+"""
 
 
 class Backwards:
-    """The last backwards of the process, counted, so that each optimizer can ask what came since its last step."""
+    """The last backwards of the process, counted, so that each optimizer can ask what came since
+    its last step.
+    """
 
     KEPT = 1024
 
@@ -48,7 +54,9 @@ class Backwards:
         self.count += 1
 
     def since(self, mark: int) -> list[Backward]:
-        """Those after the first `mark` ones. Where some are forgotten one counts as overflowed: better to look once more."""
+        """Those after the first `mark` ones. Where some are forgotten one counts as overflowed:
+        better to look once more.
+        """
         new = self.count - mark
         if new <= len(self._kept):
             return list(self._kept)[len(self._kept) - new :]
@@ -58,7 +66,9 @@ class Backwards:
 
 @dataclass(slots=True)
 class Counts:
-    """Regions entered, and optimizer steps taken outside loss scaling (`LossScale` counts those that it gates)."""
+    """Regions entered, and optimizer steps taken outside loss scaling (`LossScale` counts those
+    that it gates).
+    """
 
     regions: int = 0
     steps: int = 0
@@ -77,7 +87,9 @@ class Session:
     kernels: Kernels
     active: bool = True
     scales: bool = False
-    """Whether losses are scaled: from the first FP16 region on, unless the script scales them itself."""
+    """Whether losses are scaled: from the first FP16 region on, unless the script scales them
+    itself.
+    """
     scaler_owner: str = ""
     """Who scales losses instead of autoamp, empty if nobody does."""
     decisions: dict[str, Decision] = field(default_factory=dict)
@@ -87,6 +99,7 @@ class Session:
     """Per thread: `region`, the device type of the open region or None."""
     stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
+    regions: Regions = field(init=False)
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
     pid: int = field(default_factory=os.getpid)

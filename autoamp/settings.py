@@ -1,6 +1,7 @@
 """The environment, read once, as a frozen value.
 
-Every variable is a row of `VARIABLES`; a name or a value that is not understood is an error, never a silent default.
+Every variable is a row of `VARIABLES`; a name or a value that is not understood is an error, never
+a silent default.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings in `environ`; the policy that the switch names counts unless ``_POLICY`` names another.
+    """The settings in `environ`; the policy that the switch names counts unless ``_POLICY`` names
+    another.
 
     Raises:
         SettingsError: a variable with our prefix is unknown, or its value cannot be understood.
@@ -114,7 +116,9 @@ def origin_of_policy(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_excluded(only: tuple[str, ...], script: str) -> bool:
-    """Whether the globs of ``_ONLY`` leave this script out: by its file name, ``!glob`` excludes, the last match wins."""
+    """Whether the globs of ``_ONLY`` leave this script out: by its file name, ``!glob`` excludes,
+    the last match wins.
+    """
     if not only:
         return False
     name = os.path.basename(script)

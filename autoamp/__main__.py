@@ -1,0 +1,8 @@
+"""`python -m autoamp` is the command `autoamp`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

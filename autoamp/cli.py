@@ -1,0 +1,135 @@
+"""The command `autoamp`.
+
+It never imports torch: `--help` is instant, and `doctor` works where torch is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import __version__, bootstrap, doctor
+from .settings import DTYPES, SWITCH
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (None: the process's arguments) names; its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="autoamp",
+        description="Mixed precision for unmodified PyTorch scripts.",
+        epilog=f"It needs no command: {SWITCH}=1 python train.py",
+    )
+    parser.add_argument("--version", action="version", version=f"autoamp {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for add in (_add_run, _add_doctor):
+        add(commands)
+    arguments = parser.parse_args(argv)
+    if "call" not in arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    code: int = arguments.call(arguments)
+    return code
+
+
+def _add_run(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a command in mixed precision",
+        usage="autoamp run [options] [--] (COMMAND | FILE.py | -m MODULE) [argument ...]",
+        description=f"Run a command, and the processes it starts, with {SWITCH}=1.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--policy", metavar="P", help="a shipped policy's name, or a YAML file")
+    parser.add_argument("--dtype", choices=DTYPES, help="this type on every device")
+    parser.add_argument("--report", metavar="R.json", help="write what happened to this file")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a Python module")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(call=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not words:
+        parser.error("name what to run: autoamp run train.py")
+    command = _command(words, arguments.is_module)
+    try:
+        return _become(command, _environment(command, arguments))
+    except OSError as error:
+        _say(f"{command[0]}: {error.strerror}; give a program on PATH, a .py file or -m MODULE")
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has it
+
+
+def _command(words: list[str], is_module: bool) -> list[str]:
+    if is_module:
+        return [sys.executable, "-m", *words]
+    if words[0].endswith(".py") and shutil.which(words[0]) is None:
+        return [sys.executable, *words]
+    return words
+
+
+def _environment(command: list[str], arguments: argparse.Namespace) -> dict[str, str]:
+    """The environment for `command`; whoever has set AUTO_MIXED_PRECISION=0 keeps the last word."""
+    environ = dict(os.environ)
+    if bootstrap.switch(environ) == "off":
+        _say(f"{SWITCH}={environ[SWITCH]} outranks this command; running in float32")
+    elif bootstrap.switch(environ) is None:
+        environ[SWITCH] = "1"
+    for suffix in ("policy", "dtype", "report"):
+        value = getattr(arguments, suffix)
+        if value is not None:
+            environ[f"{SWITCH}_{suffix.upper()}"] = value
+    if not (_is_this_python(command[0]) and doctor.has_start_file()):
+        # An empty entry would put the current directory on the path.
+        path = filter(None, (str(doctor.shim_directory()), environ.get("PYTHONPATH")))
+        environ["PYTHONPATH"] = os.pathsep.join(path)
+    return environ
+
+
+def _is_this_python(program: str) -> bool:
+    """Whether `program` is the Python of this environment."""
+    # Links are not followed: they lead out of a virtual environment.
+    found = Path(os.path.abspath(shutil.which(program) or program))
+    return found.parent == Path(sys.executable).parent and found.name.startswith("python")
+
+
+def _become(command: list[str], environ: dict[str, str]) -> int:
+    if os.name != "nt":
+        os.execvpe(command[0], command, environ)  # noqa: S606 - what the user asked for
+    # An exec on Windows is a new process that the caller does not wait for.
+    return subprocess.run(command, env=environ, check=False).returncode  # noqa: S603
+
+
+def _say(text: str) -> None:
+    print(f"autoamp run: {text}", file=sys.stderr, flush=True)
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what would happen here, and why",
+        description="Say what autoamp would do here, and why; exit code 1 if something is broken.",
+    )
+    parser.add_argument(
+        "script", nargs="?", metavar="SCRIPT", help=f"a script to check against {SWITCH}_ONLY"
+    )
+    parser.add_argument("--json", action="store_true", help="as data for a program")
+    parser.set_defaults(call=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    findings = doctor.examine(arguments.script)
+    if arguments.json:
+        print(json.dumps(findings, indent=1))
+    else:
+        print("\n".join(doctor.lines(findings)))
+    return 1 if findings["state"] == "broken" else 0
