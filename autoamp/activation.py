@@ -1,6 +1,4 @@
-"""Turns everything on, or back off: the only place where all parts meet. It calls; it does not
-decide.
-"""
+"""Turns everything on, or back off: the only place where all parts meet."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from .patching import Ledger
 from .policy import Policy
 from .scaling import LossScale
 from .session import Session
+from .settings import SWITCH
 from .speech import Speech
 
 OLDEST_TORCH = (2, 4)
@@ -45,7 +44,8 @@ def activate(door: str, policy: str | None = None) -> str | None:
     asked = settings.read()
     script = getattr(sys, "argv", [""])[0]
     if settings.is_excluded(asked.only, script):
-        return f"AUTO_MIXED_PRECISION_ONLY={','.join(asked.only)} leaves {os.path.basename(script)} out"
+        only = ",".join(asked.only)
+        return f"AUTO_MIXED_PRECISION_ONLY={only} leaves {os.path.basename(script)} out"
     if asked.report:
         report.check_path(asked.report)
     try:
@@ -116,7 +116,7 @@ def _check_torch() -> None:
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise PatchError(
-            f"torch {version} is too old; install torch {oldest} or later, or unset AUTO_MIXED_PRECISION."
+            f"torch {version} is too old; install torch {oldest} or later, or unset {SWITCH}."
         )
 
 
@@ -144,4 +144,9 @@ def _forget_parent_after_fork() -> None:
     global _fork_hook_is_set
     if not _fork_hook_is_set and hasattr(os, "register_at_fork"):
         _fork_hook_is_set = True
-        os.register_at_fork(after_in_child=lambda: _session and _session.forget_counts())
+        os.register_at_fork(after_in_child=_start_counting_anew)
+
+
+def _start_counting_anew() -> None:
+    if _session is not None:
+        _session.forget_counts()

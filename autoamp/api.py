@@ -63,5 +63,8 @@ def _why_idle() -> str:
     if switch is None:
         return "AUTO_MIXED_PRECISION is not set"
     if "torch" in sys.modules:
-        return "AUTO_MIXED_PRECISION was set after torch was imported; it acts from the first optimizer on, or call autoamp.enable()"
+        return (
+            "AUTO_MIXED_PRECISION was set after torch was imported; "
+            "it acts from the first optimizer on, or call autoamp.enable()"
+        )
     return "torch is not imported yet"

@@ -24,15 +24,13 @@ _KEY = "autoamp.pass"
 _HALF_SEED_LIMIT = 32768.0
 """The largest power of two that float16 holds: a seed for a half root cannot be larger."""
 
-_AccumulateGrad = type(
+_AccumulateGrad: Any = type(
     torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
 )
 
 
 class Pass:
-    """One run of the engine whose gradients carry `scale`; `leaves` are the tensors whose ``.grad``
-    does.
-    """
+    """One run of the engine: its gradients carry `scale`, and so does the ``.grad`` of `leaves`."""
 
     def __init__(self, scale: torch.Tensor, outer: Pass | None) -> None:
         self.scale = scale
@@ -46,7 +44,7 @@ class Pass:
         return id(tensor) in self.leaves or (self.outer is not None and self.outer.owns(tensor))
 
     def take(self, tensors: list[torch.Tensor]) -> None:
-        """Make these tensors' gradients scaled ones: what accumulated before is multiplied first."""
+        """Make these tensors' gradients scaled ones: what they hold already is multiplied."""
         new = [tensor for tensor in tensors if not self.owns(tensor)]
         self.leaves.update((id(tensor), tensor) for tensor in new)
         with torch.no_grad():
@@ -58,7 +56,7 @@ class Pass:
                 tensor.grad = tensor.grad * self.scale
 
     def settle(self, tensors: list[torch.Tensor]) -> None:
-        """Give these tensors their true gradients back, and note whether any of them is not finite."""
+        """Give these tensors their true gradients back, and note whether all are finite."""
         grads = []
         for tensor in tensors:
             self.leaves.pop(id(tensor), None)
@@ -76,7 +74,7 @@ class Pass:
             self.flags += unscale_(grads, self.inverse)
 
     def to_true(self, value: Any) -> Any:
-        """A gradient (or a tuple or list of them) as user code sees it: unscaled, half ones as float32."""
+        """Gradients as user code sees them: unscaled, half ones as float32."""
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             value = value.float() if value.dtype in HALF else value
             return value * self.inverse.to(value.device, non_blocking=True)
@@ -94,7 +92,7 @@ class Pass:
 
 
 class UserCode:
-    """Stands in the pass's place while a hook or a custom Function of the user runs: gradients are true there."""
+    """Stands in a pass's place while a hook or Function of the user runs: gradients are true."""
 
     def __init__(self, outer: Pass) -> None:
         self.outer = outer
@@ -129,7 +127,7 @@ _forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", _over
 
 
 def engine_run_backward(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`torch.autograd.backward` and `grad` both come down to this function, arguments put in order."""
+    """What `torch.autograd.backward` and `grad` come down to, with their arguments in order."""
 
     def _engine_run_backward(
         roots: Any,
@@ -181,7 +179,7 @@ def _accumulate(
 
 
 def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds: Any) -> Any:
-    """`torch.autograd.grad`: no optimizer can skip what it returns, so the scale gives way until it is finite."""
+    """`torch.autograd.grad`: nobody can skip its result: the scale falls until it is finite."""
     around = current()
     if isinstance(around, Pass):
         return run(seeds)
@@ -213,9 +211,9 @@ def _scale_for(session: Session, roots: Any) -> torch.Tensor:
 def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
     """The tensors into whose ``.grad`` the engine will accumulate."""
     if inputs:
-        edges = [t for t in inputs if not isinstance(t, torch.Tensor)]
-        return [t for t in inputs if isinstance(t, torch.Tensor)] + [
-            edge.node.variable for edge in edges if type(edge.node) is _AccumulateGrad
+        nodes = [edge.node for edge in inputs if not isinstance(edge, torch.Tensor)]
+        return [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)] + [
+            node.variable for node in nodes if type(node) is _AccumulateGrad
         ]
     leaves: list[torch.Tensor] = []
     stack: list[Any] = [_node(root) for root in roots]
@@ -240,22 +238,26 @@ def _node(root: Any) -> Any:
 
 
 def _is_foreign() -> bool:
-    """Runs of the engine that are not the script's own: transforms, compilers, CUDA graph capture."""
+    """Whether this run is not the script's own: transforms, compilers, CUDA graph capture."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_dispatch_mode(modes.PROXY) is not None
         or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or (_cuda_is_up() and torch.cuda.is_current_stream_capturing())
     )
+
+
+_cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
 
 
 @contextlib.contextmanager
 def _autocast_off(session: Session) -> Iterator[None]:
-    """A backward inside an open region of ours (a training loop in a module) runs as it would outside of it.
+    """A backward inside an open region (a training loop in a module) runs as it would outside.
 
-    Weights are about to change there: casts made so far are dropped, and the rest of that region makes fresh ones.
+    Weights are about to change there: casts made so far are dropped, and the rest of that region
+    makes fresh ones.
     """
     device_type = getattr(session.local, "region", None)
     if device_type is None or not torch.is_autocast_enabled(device_type):
@@ -270,11 +272,11 @@ def _autocast_off(session: Session) -> Iterator[None]:
         torch.set_autocast_enabled(device_type, True)
 
 
-# --- doors: where gradients pass from torch to user code and back -------------------------------------------------
+# The doors, where gradients pass from torch to user code and back.
 
 
 def tensor_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Tensor.register_hook`: the hook gets the true gradient; what it returns, or edits in place, is scaled again."""
+    """`Tensor.register_hook`: true gradients in; what comes back, or was edited, is scaled."""
 
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return original(self, _with_true_gradients(hook))
@@ -283,7 +285,7 @@ def tensor_hook(original: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Tensor.register_post_accumulate_grad_hook`: the hook finds its parameter unscaled already."""
+    """`Tensor.register_post_accumulate_grad_hook`: the parameter is unscaled by then."""
 
     def register_post_accumulate_grad_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if is_torchs_own(hook):
@@ -305,7 +307,7 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
 
 
 def module_backward_hooks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Module._get_backward_hooks`: the (full, non-full) hooks of a module for one call, each with true gradients."""
+    """`Module._get_backward_hooks`: the (full, non-full) hooks of one call, in true units."""
 
     def _get_backward_hooks(self: torch.nn.Module) -> Any:
         full, non_full = original(self)
@@ -324,9 +326,10 @@ def module_backward_pre_hooks(original: Callable[..., Any], session: Session) ->
 
 
 def function_backward(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The ``backward`` of a custom `autograd.Function`: true gradients in, and what it returns scaled again.
+    """The ``backward`` of a custom `autograd.Function`: true gradients in, its result scaled.
 
-    torch's own Functions and those that declare ``custom_fwd`` stay in scaled units, as in hand-written code.
+    torch's own Functions and those that declare ``custom_fwd`` stay in scaled units, as in
+    hand-written mixed precision.
     """
 
     def apply(self: Any, *args: Any) -> Any:

@@ -34,6 +34,7 @@ def _cast(value: Any, done: dict[int, Any]) -> Any:
     """
     if id(value) in done:
         return done[id(value)]
+    result: Any
     if isinstance(value, torch.Tensor):
         result = value.float() if value.dtype in HALF else value
     elif isinstance(value, tuple):

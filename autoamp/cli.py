@@ -65,8 +65,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         return _become(command, _environment(command, arguments))
     except OSError as error:
-        _say(f"{command[0]}: {error.strerror}; give a program on PATH, a .py file or -m MODULE")
-        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has it
+        missing = isinstance(error, FileNotFoundError)
+        why = "not found" if missing else error.strerror
+        _say(f"{command[0]}: {why}; give a program on PATH, a .py file or -m MODULE")
+        return 127 if missing else 126  # as a shell has it
 
 
 def _command(words: list[str], is_module: bool) -> list[str]:

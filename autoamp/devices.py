@@ -1,8 +1,6 @@
-"""Policy words to torch dtypes, and what each device can do: the decision whether a device gets
-lower precision.
+"""Policy words to torch dtypes, and the decision whether a device gains from lower precision.
 
-Nothing here touches a device before a model runs on it: asking CUDA for its capability would start
-it up.
+Nothing here touches a device before a model runs on it: asking CUDA what it can do starts it.
 """
 
 from __future__ import annotations
@@ -62,9 +60,9 @@ def _cpu(device: torch.device, dtype: torch.dtype) -> str:
 def _cuda(device: torch.device, dtype: torch.dtype) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if dtype is torch.float16 and major < 7:
-        return f"no Tensor Cores at compute capability {major}.{minor} (7.0 or later has them)"
+        return f"no Tensor Cores at compute capability {major}.{minor} (7.0 or later has)"
     if dtype is torch.bfloat16 and major < 8:
-        return f"no bfloat16 Tensor Cores at compute capability {major}.{minor} (8.0 or later has them)"
+        return f"no bfloat16 Tensor Cores at compute capability {major}.{minor} (8.0 or later has)"
     return ""
 
 

@@ -49,6 +49,7 @@ def start_files() -> dict[Path, str]:
     if site.ENABLE_USER_SITE:
         sites.append(site.getusersitepackages())
     found = {}
+    sites = [os.path.realpath(folder) for folder in sites]
     for folder in dict.fromkeys([*sites, str(PACKAGE.parent)]):
         for name in ("autoamp.pth", "autoamp.start"):
             path = Path(folder, name)

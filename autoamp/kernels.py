@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One overload of an aten op on one device: `factory` makes the kernel from (op, dispatch key)."""
+    """One overload of an aten op on one device; `factory` takes (op, dispatch key)."""
 
     op: str
     device: str
@@ -30,11 +30,11 @@ class Kernels:
 
     def __init__(self) -> None:
         self.registered: list[Kernel] = []
-        self._libraries: list[torch.library.Library] = []
+        self._libraries: list[Any] = []
 
     def register(self, kernels: Iterable[Kernel]) -> None:
-        """Put kernels in. torch warns once a process about an override; that is our business, not the script's."""
-        library = torch.library.Library("aten", "IMPL")
+        """Put kernels in. torch warns once a process of an override: not the script's business."""
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._libraries.append(library)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -55,7 +55,7 @@ class Kernels:
 
 
 def in_float32(op: Any, key: torch._C.DispatchKey) -> Callable[..., Any]:
-    """A kernel that casts half and float tensors to float32 and runs the op, and all that it calls, without autocast."""
+    """A kernel that casts half tensors to float32 and runs the op, all of it, without autocast."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):

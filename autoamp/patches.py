@@ -91,7 +91,7 @@ PATCHES = (
     Patch(
         "torch.autograd:_engine_run_backward",
         backward.engine_run_backward,
-        "torch.autograd.backward and grad: seeds scaled, gradients checked and unscaled, autocast off meanwhile",
+        "backward and grad: seeds scaled, gradients checked and unscaled, autocast off meanwhile",
     ),
     Patch(
         "torch.autograd.graph:_engine_run_backward",

@@ -45,7 +45,9 @@ class Policy:
     name: str = ""
     source: str = ""
     devices: Mapping[str, str] = field(
-        default_factory=lambda: dict(cuda="float16", cpu="bfloat16", xpu="bfloat16", mps="float16")
+        default_factory=lambda: dict(
+            zip(DEVICES, ("float16", "bfloat16", "bfloat16", "float16"), strict=True)
+        )
     )
     outputs: str = "float32"
     loss_scale: LossScaleRule = LossScaleRule()

@@ -55,7 +55,8 @@ def _find(reference: str, where: str, folder: Path) -> Path:
     if reference in known:
         return known[reference]
     raise PolicyError(
-        f"{where}: unknown policy '{reference}'. {_nearest(reference, known)} A file is named by its path: ./{reference}.yaml"
+        f"{where}: unknown policy '{reference}'. {_nearest(reference, known)} "
+        f"A file is named by its path: ./{reference}.yaml"
     )
 
 
@@ -70,7 +71,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Policy:
         base = _find(_scalar(path, node, "extends"), _at(path, node), path.parent)
         if base in (*above, path):
             raise PolicyError(
-                f"{_at(path, node)}: 'extends' goes round in a circle; remove one of the references."
+                f"{_at(path, node)}: 'extends' goes round in a circle; remove one reference."
             )
         policy = _read(base, (*above, path))
     for name, node in sections.items():
@@ -143,7 +144,8 @@ def _scalar(path: Path, node: yaml.Node, what: str) -> str:
 
 
 def _kind(node: yaml.Node) -> str:
-    return {"mapping": "a map", "sequence": "a list"}.get(node.id, "a single value")
+    kinds = ((yaml.MappingNode, "a map"), (yaml.SequenceNode, "a list"))
+    return next((word for kind, word in kinds if isinstance(node, kind)), "a single value")
 
 
 def _word(path: Path, node: yaml.Node, what: str, known: Iterable[str]) -> str:
@@ -162,7 +164,8 @@ def _number(path: Path, node: yaml.Node, what: str, kind: type, rule: str) -> An
         ok = False
     if not ok:
         raise PolicyError(
-            f"{_at(path, node)}: {what} is '{text}'; use {'a whole number' if kind is int else 'a number'} {rule}."
+            f"{_at(path, node)}: {what} is '{text}'; "
+            f"use {'a whole number' if kind is int else 'a number'} {rule}."
         )
     return number
 
@@ -215,8 +218,8 @@ def _loss_scale(path: Path, node: yaml.Node, policy: Policy) -> LossScaleRule:
 def _check_bounds(path: Path, node: yaml.Node, rule: LossScaleRule) -> None:
     if not rule.min <= rule.init <= rule.max:
         raise PolicyError(
-            f"{_at(path, node)}: loss_scale.init is {rule.init:g}, outside min {rule.min:g} to max {rule.max:g}; "
-            "change init, min or max."
+            f"{_at(path, node)}: loss_scale.init is {rule.init:g}, outside min {rule.min:g} "
+            f"to max {rule.max:g}; change init, min or max."
         )
 
 

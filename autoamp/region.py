@@ -109,64 +109,45 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region."""
     regions = session.regions
 
-    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return _compiled_call(original, regions, self, args, kwargs)
-        if enter_nesting() != 1:
-            leave_nesting()
-            return original(self, *args, **kwargs)
-        try:
+        if enter_nesting() == 1:
             parameter = first_parameter(self)
-            dtype = None if parameter is None else regions.precision_for(parameter)
-        except BaseException:
-            leave_nesting()
-            raise
-        if parameter is None or dtype is None:
-            leave_nesting()
-            return original(self, *args, **kwargs)
-        return regions.run(parameter.device.type, dtype, original, (self, *args), kwargs)
+            if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
+                return regions.run(parameter.device.type, dtype, original, (self, *args), kwargs)
+        leave_nesting()
+        return original(self, *args, **kwargs)
 
-    return __call__
+    return call
 
 
 def functional_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """An op of `torch.nn.functional`: called outside any module with float32 tensors, it is a
-    region of one op.
-    """
+    """An op of `torch.nn.functional`: outside any module, with float32, a region of one op."""
     regions = session.regions
 
     def op(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
-        if enter_nesting() != 1:
-            leave_nesting()
-            return original(*args, **kwargs)
-        try:
-            tensor = args[0] if args else next(iter(kwargs.values()), None)
-            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32:
-                dtype = regions.precision_for(tensor)
-            else:
-                dtype = None
-        except BaseException:
-            leave_nesting()
-            raise
-        if dtype is None:
-            leave_nesting()
-            if _is_proxy(args):
-                # torch.fx compares a node's target with what the script sees as this function: that
-                # is us.
+        if enter_nesting() == 1:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(first, torch.Tensor):
+                dtype = regions.precision_for(first) if first.dtype is torch.float32 else None
+                if dtype is not None:
+                    return regions.run(first.device.type, dtype, original, args, kwargs)
+            elif isinstance(first, torch.fx.Proxy):
+                leave_nesting()
+                # A node's target is compared with what the script sees as this function: with us.
                 return torch.fx.Proxy.__torch_function__(op, (torch.fx.Proxy,), args, kwargs)
-            return original(*args, **kwargs)
-        return regions.run(tensor.device.type, dtype, original, args, kwargs)
+        leave_nesting()
+        return original(*args, **kwargs)
 
     session.stand_ins[op] = original
     return op
 
 
 def in_float32(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A function that records a program (`torch.jit.trace`): it sees, and checks against, the
-    float32 one.
-    """
+    """A function that records a program (`torch.jit.trace`): it sees the float32 one."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         with exempted():
@@ -176,13 +157,11 @@ def in_float32(original: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def first_parameter(module: torch.nn.Module) -> torch.nn.Parameter | None:
-    """The first parameter that `module` or a descendant owns; `Module.parameters` is a chain of
-    slow generators.
-    """
+    """The first parameter that `module` or a descendant owns, without slow generators."""
     parts = module.__dict__  # a module whose __init__ has not run yet has neither entry
     for parameter in parts.get("_parameters", _NONE).values():
         if parameter is not None:
-            return parameter
+            return parameter  # type: ignore[no-any-return]
     for child in parts.get("_modules", _NONE).values():
         if child is not None and (found := first_parameter(child)) is not None:
             return found
@@ -191,9 +170,7 @@ def first_parameter(module: torch.nn.Module) -> torch.nn.Parameter | None:
 
 @contextlib.contextmanager
 def exempted() -> Iterator[None]:
-    """No region opens in here, and one that is open is interrupted; to torch it is a context with
-    autocast disabled.
-    """
+    """No region opens in here, an open one is interrupted: autocast disabled on every device."""
     enabled = {
         name: torch.is_autocast_enabled(name)
         for name in policy.DEVICES
@@ -258,7 +235,3 @@ def _never() -> bool:
 _is_exporting: Callable[[], bool] = getattr(
     torch.compiler, "is_exporting", _never
 )  # since torch 2.7
-
-
-def _is_proxy(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(arg, torch.fx.Proxy) for arg in args)

@@ -87,7 +87,7 @@ def check_path(path: str) -> None:
     file = Path(path)
     if file.suffix != ".json":
         raise SettingsError(
-            f"AUTO_MIXED_PRECISION_REPORT={path}: the report is JSON; name a file that ends in .json."
+            f"AUTO_MIXED_PRECISION_REPORT={path}: the report is JSON; name a file like run.json."
         )
     problem = ""
     if file.is_dir():
@@ -98,7 +98,7 @@ def check_path(path: str) -> None:
         problem = "it cannot be written"
     if problem:
         raise SettingsError(
-            f"AUTO_MIXED_PRECISION_REPORT={path}: {problem}; name a file in a directory you can write to."
+            f"AUTO_MIXED_PRECISION_REPORT={path}: {problem}; name a file that can be written."
         )
 
 

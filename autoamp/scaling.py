@@ -134,20 +134,24 @@ class LossScale:
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale by way of float64, rounded once, as `GradScaler.unscale_` does; MPS has no float64."""
+    """1 / scale, rounded once from float64 as in `GradScaler.unscale_`; MPS has no float64."""
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
 
 
 def multiply_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply gradients in place by a tensor without dimensions, on whatever device each of them is."""
+    """Multiply gradients in place by a tensor without dimensions, each on its own device."""
     for (device, _), group in _grouped(tensors).items():
         torch._foreach_mul_(group, factor.to(device, non_blocking=True))
 
 
 def unscale_(tensors: Iterable[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
-    """Multiply gradients in place by `inverse` and check them: one flag per device, not 0 if any value is inf or nan."""
+    """Multiply gradients in place and check them.
+
+    Returns:
+        One float32 flag per device, not 0 if any value there is inf or nan.
+    """
     flags: dict[torch.device, torch.Tensor] = {}
     for (device, dtype), group in _grouped(tensors).items():
         if device not in flags:
@@ -163,7 +167,7 @@ def unscale_(tensors: Iterable[torch.Tensor], inverse: torch.Tensor) -> list[tor
 
 
 def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
-    """The flags of several devices or backwards as one, on the first one's device; needs at least one."""
+    """Several flags (at least one) as one, on the device of the first."""
     first, *others = flags
     for flag in others:
         first = first + flag.to(first.device, non_blocking=True)

@@ -150,5 +150,6 @@ class Session:
             return
         scale = f", {self.loss_scale.description}" if decision.dtype is torch.float16 else ""
         self.speech.notice(
-            f'autoamp {version} on: {device_type} {decision.word}{scale}, policy "{self.policy.name}", by {self.door}'
+            f"autoamp {version} on: {device_type} {decision.word}{scale}, "
+            f'policy "{self.policy.name}", through {self.door}'
         )

@@ -1,4 +1,4 @@
-"""What autoamp says: single lines on stderr, from one process of a job; stdout belongs to the user."""
+"""What autoamp says: single lines on stderr, from one process of a job. stdout is the user's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Stderr(logging.Handler):
 
 
 class Speech:
-    """The logger ``autoamp`` at the level of ``AUTO_MIXED_PRECISION_LOG``; handlers added by the script see it too."""
+    """The logger ``autoamp``, at the level of ``AUTO_MIXED_PRECISION_LOG``."""
 
     def __init__(self, level: str) -> None:
         self.logger = logging.getLogger("autoamp")
@@ -57,8 +57,8 @@ class Speech:
 
 
 def speaks_for_the_job() -> bool:
-    """Whether this is the process that speaks: rank 0, no DataLoader worker, the main process or its first child."""
-    import torch  # loaded long before anyone speaks; `status()` needs the rest of this room without it
+    """Whether this process speaks: rank 0, no DataLoader worker, main process or first child."""
+    import torch  # loaded long before anyone speaks; `status()` must not load it
 
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -49,8 +49,10 @@ class Gates:
                 if getattr(self.session.local, "region", None) is not None:
                     torch.clear_autocast_cache()  # weights have changed inside an open region
 
-        gate._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
-        gate.__autoamp_gate__ = step  # type: ignore[attr-defined]
+        vars(gate).update(
+            _torchdynamo_disable=True,  # what torch.compiler.disable sets: the gate runs eagerly
+            __autoamp_gate__=step,
+        )
         return gate
 
     def _pass_through(
@@ -211,8 +213,8 @@ def ungated(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """One flag for all gradients of the optimizer, as it would find them now; nothing is changed."""
-    # `.data` has a version counter of its own: multiplying by one must not look like an edit to autograd.
+    """One flag for all gradients of the optimizer as they are now; nothing is changed."""
+    # `.data` has its own version counter: multiplying by one is no edit in autograd's eyes.
     grads = [
         p.grad.data
         for group in optimizer.param_groups
@@ -229,13 +231,13 @@ def _flag(value: bool, device: torch.device) -> torch.Tensor:
 
 
 def _lowest_scale(backwards: list[Backward]) -> torch.Tensor:
-    """The smallest scale among the backwards that overflowed; the same object where it is one scale."""
+    """The smallest scale among the backwards that overflowed, as the object that they ran with."""
     scales = [scale for scale, found_inf in backwards if found_inf.item()]
     return min(scales, key=float) if scales else backwards[-1][0]
 
 
 def _first_step_needs_the_host(optimizer: Any) -> bool:
-    """Fused SGD leaves new momentum buffers uninitialised when its very first step is skipped on the device."""
+    """Fused SGD skips its first step on the device by leaving momentum buffers uninitialised."""
     return any(
         group.get("momentum")
         and any("momentum_buffer" not in optimizer.state[p] for p in group["params"])
@@ -244,8 +246,7 @@ def _first_step_needs_the_host(optimizer: Any) -> bool:
 
 
 def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
 
 def _restore_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
