@@ -82,12 +82,14 @@ class Pass:
             return type(value)(self.to_true(item) for item in value)
         return value
 
-    def to_scaled(self, value: Any) -> Any:
-        """What user code returned, for the engine, which casts it to the dtype that it expects."""
+    def to_scaled(self, value: Any, like: Any = None) -> Any:
+        """What user code returned, for the engine: scaled, in the dtypes of `like` if given."""
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-            return value * self.scale.to(value.device, non_blocking=True)
+            scaled = value * self.scale.to(value.device, non_blocking=True)
+            return scaled.to(like.dtype) if isinstance(like, torch.Tensor) else scaled
         if isinstance(value, (tuple, list)):
-            return type(value)(self.to_scaled(item) for item in value)
+            known = isinstance(like, (tuple, list)) and len(like) == len(value)
+            return type(value)(map(self.to_scaled, value, like if known else [None] * len(value)))
         return value
 
 
@@ -373,7 +375,8 @@ def _with_true_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
             and true[0]._version
         ):
             result = true[0]
-        return running.to_scaled(result)
+        like = args[0] if len(args) == 1 else args[1]  # a tensor's hook, or (module, gradients, …)
+        return running.to_scaled(result, like)
 
     return in_true_units
 

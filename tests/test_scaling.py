@@ -1,0 +1,150 @@
+"""The loss scale against `torch.amp.GradScaler` and against sequences worked out by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autoamp import scaling
+from autoamp.policy import LossScaleRule
+from autoamp.scaling import LossScale
+
+CPU = torch.device("cpu")
+
+
+def moves(rule: LossScaleRule, overflows: str) -> list[float]:
+    """The scale after each step; in `overflows` an x is a step that overflows."""
+    scale = LossScale(rule)
+    seen = []
+    for step in overflows:
+        current = scale.current(CPU)
+        scale.update(torch.tensor(float(step == "x")), current)
+        seen.append(float(scale.current(CPU)))
+    return seen
+
+
+def grad_scaler_moves(rule: LossScaleRule, overflows: str) -> list[float]:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=rule.init,
+        growth_factor=rule.growth,
+        backoff_factor=rule.backoff,
+        growth_interval=rule.interval,
+    )
+    scaler.scale(torch.ones(1))
+    seen = []
+    for step in overflows:
+        parameter.grad = torch.tensor([float("inf") if step == "x" else 1.0])
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    return seen
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LossScaleRule(interval=3),
+        LossScaleRule(init=1e20, growth=1.5, backoff=0.3, interval=2),
+        LossScaleRule(init=3.0e38, interval=1),  # stops before inf
+        LossScaleRule(init=1e-44, interval=5),  # reaches 0, as GradScaler does
+    ],
+)
+def test_moves_as_grad_scaler_does(rule: LossScaleRule) -> None:
+    overflows = "".join(random.Random(7).choices(".x", (3, 1), k=60))
+    assert moves(rule, overflows) == grad_scaler_moves(rule, overflows)
+
+
+def test_hysteresis_backs_off_at_every_second_skip_in_a_row() -> None:
+    rule = LossScaleRule(init=1024.0, interval=100, hysteresis=2)
+    #                            x     x    .    x    .    x    x    x    x
+    assert moves(rule, "xx.x.xxxx") == [1024, 512, 512, 512, 512, 512, 256, 256, 128]
+
+
+def test_a_patient_skip_still_restarts_the_growth_interval() -> None:
+    rule = LossScaleRule(init=8.0, interval=3, hysteresis=2)
+    assert moves(rule, "..x...") == [8, 8, 8, 8, 8, 16]
+
+
+def test_floor_and_ceiling_hold() -> None:
+    rule = LossScaleRule(init=4.0, interval=1, min=1.0, max=16.0)
+    assert moves(rule, "xxxx......") == [2, 1, 1, 1, 2, 4, 8, 16, 16, 16]
+
+
+def test_static_scale_never_moves() -> None:
+    assert moves(LossScaleRule(mode="static", init=128.0, interval=1), ".x.x.") == [128.0] * 5
+
+
+def test_two_overflows_at_one_scale_cost_one_halving() -> None:
+    scale = LossScale(LossScaleRule(init=1024.0))
+    ran_with = scale.current(CPU)
+    scale.update(torch.tensor(1.0), ran_with)
+    scale.update(torch.tensor(1.0), ran_with)
+    assert float(scale.current(CPU)) == 512.0
+
+
+def test_history_and_counts_are_read_back_late_but_completely() -> None:
+    scale = LossScale(LossScaleRule(init=1024.0, interval=2))
+    for overflow in (1.0, 0.0, 0.0, 0.0, 1.0):
+        scale.update(torch.tensor(overflow), scale.current(CPU))
+    assert (scale.taken, scale.skipped, scale.history) == (0, 0, [[0, 1024.0]])
+    scale.read_back()
+    assert (scale.taken, scale.skipped) == (3, 2)
+    assert scale.history == [[0, 1024.0], [1, 512.0], [3, 1024.0], [5, 512.0]]
+
+
+def test_reading_back_happens_by_itself_before_memory_grows() -> None:
+    scale = LossScale(LossScaleRule())
+    for _ in range(scaling.PENDING):
+        scale.update(torch.tensor(0.0), scale.current(CPU))
+    assert scale.taken == scaling.PENDING
+
+
+def test_state_goes_round_and_continues_in_the_middle_of_an_interval() -> None:
+    rule = LossScaleRule(init=1024.0, interval=4, hysteresis=2)
+    whole, first = LossScale(rule), LossScale(rule)
+    second = LossScale(replace(rule, init=2.0))
+    for index, overflow in enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)):
+        whole.update(torch.tensor(overflow), whole.current(CPU))
+        part = first if index < 4 else second
+        if index == 4:
+            second.load(first.state())
+        part.update(torch.tensor(overflow), part.current(CPU))
+    assert second.state() == whole.state()
+    assert whole.state()["scale"] == 1024.0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_unscale_divides_in_place_and_flags_what_is_not_finite(
+    dtype: torch.dtype, bad: float | None
+) -> None:
+    grads = [torch.full((3,), 512.0, dtype=dtype), torch.full((2, 2), 8.0, dtype=dtype)]
+    if bad is not None:
+        grads[1][0, 1] = bad
+    places = [grad.data_ptr() for grad in grads]
+    (flag,) = scaling.unscale_(grads, scaling.inverse_of(torch.tensor(256.0)))
+    assert bool(flag) is (bad is not None)
+    assert torch.equal(grads[0], torch.full((3,), 2.0, dtype=dtype))
+    assert grads[1][0, 0] == 8.0 / 256
+    assert [grad.data_ptr() for grad in grads] == places
+
+
+def test_unscale_reaches_the_values_of_sparse_gradients() -> None:
+    grad = torch.sparse_coo_tensor([[0, 2]], [[4.0], [8.0]], (3, 1), check_invariants=True)
+    (flag,) = scaling.unscale_([grad], torch.tensor(0.25))
+    assert grad.to_dense().flatten().tolist() == [1.0, 0.0, 2.0]
+    assert not flag
+
+
+def test_inverse_is_rounded_once_as_in_grad_scaler() -> None:
+    for value in (3.0, 1e20, 355271.375, 2.0**-30):
+        scale = torch.tensor(value)
+        assert float(scaling.inverse_of(scale)) == float(scale.double().reciprocal().float())
