@@ -5,19 +5,14 @@ touched.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from . import backward, region, stepping
 from .patching import Patch
-from .policy import Policy
 from .session import Session
 
-
-def scales(policy: Policy) -> bool:
-    """Whether any device may run in FP16, the only precision whose gradients need scaling."""
-    return policy.may_use("float16") and policy.loss_scale.mode != "off"
-
-
+scales = attrgetter("scales")
 FUNCTIONAL = (
     "linear",
     "conv1d",
@@ -102,44 +97,44 @@ PATCHES = (
         "torch:Tensor.register_hook",
         backward.tensor_hook,
         "hooks see true gradients",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch:Tensor.register_post_accumulate_grad_hook",
         backward.post_accumulate_hook,
         "hooks see true gradients",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.nn:Module._get_backward_hooks",
         backward.module_backward_hooks,
         "module hooks see true gradients",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.nn:Module._get_backward_pre_hooks",
         backward.module_backward_pre_hooks,
         "module hooks see true gradients",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.autograd.function:BackwardCFunction.apply",
         backward.function_backward,
         "custom Functions see true gradients",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.autograd.function:BackwardCFunction.apply_boxed",
         backward.function_backward,
         "custom Functions see true gradients",
-        scales,
+        when=scales,
         optional=True,
     ),
     Patch(
         "torch:Tensor.retain_grad",
         backward.retain_grad,
         "gradients that non-leaf tensors keep are unscaled too",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.optim:Optimizer.profile_hook_step",
@@ -150,18 +145,18 @@ PATCHES = (
         "torch.optim:Optimizer.state_dict",
         stepping.state_dict,
         "the loss scale is saved with the optimizer, under the key 'autoamp'",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.optim:Optimizer.load_state_dict",
         stepping.load_state_dict,
         "the loss scale comes back with the optimizer",
-        scales,
+        when=scales,
     ),
     Patch(
         "torch.amp.grad_scaler:GradScaler.scale",
         scale,
         "a script's own GradScaler owns the scaling",
-        scales,
+        when=scales,
     ),
 )

@@ -52,9 +52,10 @@ class Policy:
     outputs: str = "float32"
     loss_scale: LossScaleRule = LossScaleRule()
 
-    def may_use(self, precision: str) -> bool:
-        """Whether any device may run in `precision` (``"float16"`` is what needs loss scaling)."""
-        return precision in self.devices.values()
+    @property
+    def scales(self) -> bool:
+        """Whether any device may run in FP16, the only precision whose losses need scaling."""
+        return self.loss_scale.mode != "off" and "float16" in self.devices.values()
 
     def forced(self, dtype: str | None, loss_scale: str | float | None) -> Policy:
         """This policy with ``AUTO_MIXED_PRECISION_DTYPE`` and ``_LOSS_SCALE`` put over it."""

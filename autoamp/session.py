@@ -115,9 +115,14 @@ class Session:
             self._announce(device.type, decision)
         return decision
 
+    @property
+    def may_scale(self) -> bool:
+        """Whether losses are scaled as soon as FP16 is in use."""
+        return self.policy.scales and not self.scaler_owner
+
     def start_scaling(self) -> None:
         """Note that FP16 is in use."""
-        self.scales = not self.scaler_owner and self.policy.loss_scale.mode != "off"
+        self.scales = self.may_scale
 
     def leave_scaling_to(self, owner: str) -> None:
         """Stand aside for another loss scaler for the rest of the process; said once."""

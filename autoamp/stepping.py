@@ -64,7 +64,7 @@ class Gates:
     ) -> Any:
         session = self.session
         closure = args[0] if args else kwargs.get("closure")
-        if session.scales and callable(closure):
+        if session.may_scale and callable(closure):
             return self._step_with_closure(step, optimizer, closure, args, kwargs)
         backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
         if not backwards:
