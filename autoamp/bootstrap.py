@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
-from _thread import RLock, get_ident
+from _thread import RLock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -194,7 +194,6 @@ class WhenImported:
         self.before = before
         self.after = after
         self.executing = False
-        self._asking: set[int] = set()  # threads that are inside find_spec
 
     def install(self) -> None:
         if self not in sys.meta_path:
@@ -209,19 +208,15 @@ class WhenImported:
     ) -> ModuleSpec | None:
         if name != self.name:
             return None
-        thread, finders = get_ident(), list(sys.meta_path)
-        if thread in self._asking or self not in finders:
-            return None  # a finder below us (wrapt's) starts the search again from the top
-        self._asking.add(thread)
-        try:
-            for finder in finders[finders.index(self) + 1 :]:
-                find = getattr(finder, "find_spec", None)  # until 3.11 a finder may lack it
-                spec: ModuleSpec | None = find and find(name, path, target)
-                if spec is not None:
-                    self._watch(spec.loader)
-                    return spec
-        finally:
-            self._asking.discard(thread)
+        finders = list(sys.meta_path)
+        if self not in finders:
+            return None
+        for finder in finders[finders.index(self) + 1 :]:
+            find = getattr(finder, "find_spec", None)  # until 3.11 a finder may lack it
+            spec: ModuleSpec | None = find and find(name, path, target)
+            if spec is not None:
+                self._watch(spec.loader)
+                return spec
         return None
 
     def _watch(self, loader: Any) -> None:

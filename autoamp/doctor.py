@@ -45,11 +45,9 @@ def shim_directory() -> Path:
 
 def start_files() -> dict[Path, str]:
     """The start files of autoamp that exist; for each why Python does not run it, or ``""``."""
-    sites = site.getsitepackages()
-    if site.ENABLE_USER_SITE:
-        sites.append(site.getusersitepackages())
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    sites = [os.path.realpath(folder) for folder in [*site.getsitepackages(), *user]]
     found = {}
-    sites = [os.path.realpath(folder) for folder in sites]
     for folder in dict.fromkeys([*sites, str(PACKAGE.parent)]):
         for name in ("autoamp.pth", "autoamp.start"):
             path = Path(folder, name)
