@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .bootstrap import OFF, ON
 from .errors import SettingsError
 
 SWITCH = "AUTO_MIXED_PRECISION"
 DTYPES = ("float16", "bfloat16")
 LOG_LEVELS = ("quiet", "notice", "info", "debug")
-ON = ("1", "true", "on", "yes")
-OFF = ("0", "false", "off", "no")
 
 
 @dataclass(frozen=True, slots=True)
