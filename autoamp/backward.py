@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .casting import HALF
-from .scaling import any_of, inverse_of, multiply_, unscale_
+from .scaling import any_of, check, inverse_of, multiply_, unscale_
 from .session import Session
 
 _KEY = "autoamp.pass"
@@ -67,7 +67,7 @@ class Pass:
                 grad.requires_grad
             ):  # create_graph: out of place, so that it can be differentiated again
                 tensor.grad = grad * self.inverse
-                self.flags.append((~torch.isfinite(grad.detach()).all()).float())
+                self.flags += check([grad])
             else:
                 grads.append(grad)
         with torch.no_grad():
@@ -190,9 +190,8 @@ def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds:
         running = Pass(scale, around.outer if around is not None else None)
         with _running(running):
             grads = run(running.to_scaled(seeds), retain_graph=True)
-        if float(scale) <= 1.0 or all(
-            g is None or bool(torch.isfinite(g.detach()).all()) for g in grads
-        ):
+        flags = check(grad for grad in grads if grad is not None)
+        if not flags or float(scale) <= 1.0 or not any_of(flags).item():
             return tuple(_unscaled(grad, running.inverse) for grad in grads)
         scale = scale / 2
 

@@ -166,6 +166,15 @@ def unscale_(tensors: Iterable[torch.Tensor], inverse: torch.Tensor) -> list[tor
     return list(flags.values())
 
 
+def check(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Flags as those of `unscale_`, with nothing multiplied."""
+    with torch.no_grad():
+        return [
+            (~torch.stack([tensor.isfinite().all() for tensor in group]).all()).float()
+            for group in _grouped(tensor.detach() for tensor in tensors).values()
+        ]
+
+
 def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
     """Several flags (at least one) as one, on the device of the first."""
     first, *others = flags
@@ -179,9 +188,7 @@ def _grouped(
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.is_sparse:
-            tensor = tensor._values()
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        groups[tensor.device, tensor.dtype].append(tensor)
+        dense = tensor._values() if tensor.is_sparse else tensor
+        real = torch.view_as_real(dense) if dense.is_complex() else dense
+        groups[real.device, real.dtype].append(real)
     return groups

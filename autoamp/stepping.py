@@ -14,8 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._compile import _disable_dynamo
 
-from .region import exempted
+from .region import exempted, is_compiling
 from .scaling import any_of, unscale_
 from .session import Backward, Session
 
@@ -30,6 +31,8 @@ class Gates:
         self.session = session
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._local = threading.local()
+        # Dynamo would trace into it. Nothing is loaded for this: making an optimizer loads Dynamo.
+        self._eagerly = _disable_dynamo(functools.partial(self._pass_through))
 
     def gated(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step` of an optimizer class behind a gate. Applied twice (``super().step()``), only the
@@ -38,21 +41,20 @@ class Gates:
 
         @functools.wraps(step)
         def gate(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() and not self.session.may_scale:
+                return step(optimizer, *args, **kwargs)
             open_gates: set[int] = self._local.__dict__.setdefault("open", set())
             if not self.session.active or id(optimizer) in open_gates:
                 return step(optimizer, *args, **kwargs)
             open_gates.add(id(optimizer))
             try:
-                return self._pass_through(step, optimizer, args, kwargs)
+                return self._eagerly(step, optimizer, args, kwargs)
             finally:
                 open_gates.discard(id(optimizer))
                 if getattr(self.session.local, "region", None) is not None:
                     torch.clear_autocast_cache()  # weights have changed inside an open region
 
-        vars(gate).update(
-            _torchdynamo_disable=True,  # what torch.compiler.disable sets: the gate runs eagerly
-            __autoamp_gate__=step,
-        )
+        vars(gate)["__autoamp_gate__"] = step
         return gate
 
     def _pass_through(
@@ -78,6 +80,8 @@ class Gates:
         ran_with = _lowest_scale(backwards) if found_inf else backwards[-1][0]
         result = None if found_inf else step(optimizer, *args, **kwargs)
         self.session.loss_scale.update(_flag(found_inf, ran_with.device), ran_with)
+        if found_inf:
+            session.speech.info("autoamp: step skipped, its gradients are not finite")
         return result
 
     def _overflow(self, optimizer: torch.optim.Optimizer, backwards: list[Backward]) -> bool:
@@ -213,7 +217,10 @@ def ungated(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """One flag for all gradients of the optimizer as they are now; nothing is changed."""
+    """One flag for all gradients of the optimizer as they are now; nothing is changed.
+
+    The kernel that unscales checks too, in one pass; by a factor of one.
+    """
     # `.data` has its own version counter: multiplying by one is no edit in autograd's eyes.
     grads = [
         p.grad.data
