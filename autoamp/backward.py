@@ -181,7 +181,7 @@ def _accumulate(
 
 
 def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds: Any) -> Any:
-    """`torch.autograd.grad`: nobody can skip its result: the scale falls until it is finite."""
+    """`torch.autograd.grad`: nobody can skip what it returns, so the scale falls until finite."""
     around = current()
     if isinstance(around, Pass):
         return run(seeds)
@@ -191,13 +191,15 @@ def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds:
         with _running(running):
             grads = run(running.to_scaled(seeds), retain_graph=True)
         flags = check(grad for grad in grads if grad is not None)
-        if not flags or float(scale) <= 1.0 or not any_of(flags).item():
+        if not flags or not any_of(flags).item() or float(scale) <= 1.0:
             return tuple(_unscaled(grad, running.inverse) for grad in grads)
         scale = scale / 2
 
 
 def _unscaled(grad: torch.Tensor | None, inverse: torch.Tensor) -> torch.Tensor | None:
-    return None if grad is None else grad * inverse.to(grad.device, grad.dtype, non_blocking=True)
+    if grad is None:
+        return None
+    return (grad * inverse.to(grad.device, non_blocking=True)).to(grad.dtype)
 
 
 def _scale_for(session: Session, roots: Any) -> torch.Tensor:

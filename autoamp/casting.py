@@ -29,9 +29,7 @@ def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
 
 
 def _cast(value: Any, done: dict[int, Any]) -> Any:
-    """`done`: what each value seen so far became, by identity; a container stands for itself while
-    it is open.
-    """
+    """`done`: what became of each value by identity; an open container stands for itself."""
     if id(value) in done:
         return done[id(value)]
     result: Any

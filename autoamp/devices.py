@@ -31,8 +31,7 @@ class Decision:
 
 
 def decide(device: torch.device, policy: Policy, forced: bool) -> Decision:
-    """The policy's precision for `device`, unless the device gains nothing from it and nobody
-    forced it.
+    """The policy's precision for `device`, unless it gains nothing there and nobody forced it.
 
     `forced`: ``AUTO_MIXED_PRECISION_DTYPE`` named the dtype, so the device is not asked whether it
     is fast.
@@ -76,9 +75,7 @@ _OBSTACLES = {"cpu": _cpu, "cuda": _cuda, "xpu": _any, "mps": _any}
 
 
 def cpu_has_bfloat16_arithmetic() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware; without that BF16 is slower than
-    FP32 (pytorch#86270).
-    """
+    """Whether this CPU multiplies bfloat16 in hardware; else BF16 is slower (pytorch#86270)."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         try:
             return "bf16" in Path("/proc/cpuinfo").read_text().split()

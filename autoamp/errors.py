@@ -1,5 +1,4 @@
-"""What autoamp raises: one base, so that one ``except`` catches it; apart, so that nothing imports
-in a circle.
+"""What autoamp raises: one base, so that one ``except`` catches it.
 
 Every message says what is wrong, where, and what to do, in that order.
 """

@@ -13,9 +13,7 @@ from .policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Fixup:
-    """Kernels that a policy needs where running `dtype` on `device` breaks an op; `breaks` asks the
-    installed torch.
-    """
+    """Kernels needed where `dtype` on `device` breaks an op; `breaks` asks the installed torch."""
 
     device: str
     dtype: str

@@ -1,5 +1,4 @@
-"""Kernels of our own on torch's Autocast dispatch keys: put in, taken out, nothing of torch
-replaced.
+"""Kernels of our own on torch's Autocast dispatch keys, put in and taken out.
 
 A kernel there is found by every spelling of an op (function, method, module, TorchScript, names
 imported early) and acts only while autocast is on.

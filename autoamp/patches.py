@@ -1,6 +1,4 @@
-"""The table of every torch name that autoamp replaces, and why. README prints it; nothing else is
-touched.
-"""
+"""The table of every torch name that autoamp replaces, and why. README prints it."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def find_builtin(original: Callable[..., Any], session: Session) -> Callable[...
 
 
 def scale(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`torch.amp.GradScaler.scale`: a script that scales its losses itself goes on doing so, and
-    autoamp does not.
-    """
+    """`torch.amp.GradScaler.scale`: a script that scales its losses goes on, and autoamp stops."""
 
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled():

@@ -57,9 +57,7 @@ class _Applied:
 
 
 class Ledger:
-    """What was put in, and what was there before. `restore` is the exact inverse of everything
-    `apply` did.
-    """
+    """What was put in, and what was there before; `restore` is the exact inverse of `apply`."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -119,9 +117,7 @@ class Ledger:
         )
 
     def restore(self) -> list[str]:
-        """Put everything back, last one first; the targets that someone else has replaced since are
-        left and returned.
-        """
+        """Put everything back but what someone else has replaced since; those targets return."""
         left = []
         while self._applied:
             applied = self._applied.pop()
@@ -161,8 +157,7 @@ class Ledger:
 def named_like(
     replacement: Callable[..., Any], original: Any, owner: Any, name: str
 ) -> Callable[..., Any]:
-    """`replacement` dressed as `original`, located where it is installed, so that it pickles by
-    that name.
+    """`replacement` dressed as `original`, located where it is installed: it pickles by that name.
 
     Idempotent and without descriptors: a plain function is what `torch.compile`, pickle and
     `inspect` understand.

@@ -35,8 +35,7 @@ class LossScaleRule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything that one policy decides; `name` is how it was asked for, `source` the file that it
-    was read from.
+    """All that one policy decides; `name` is how it was asked for, `source` its file.
 
     The defaults are what ``policies/torch.yaml`` says: a file without ``extends`` starts from
     there.

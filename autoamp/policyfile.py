@@ -25,9 +25,7 @@ _SCALARS = ("str", "int", "float", "bool", "null")
 
 
 def shipped() -> dict[str, Path]:
-    """The policies that come with autoamp, by name: in the package when installed, beside it in a
-    checkout.
-    """
+    """The policies that come with autoamp: in the package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "policies", package.parent / "policies"):
         if folder.is_dir():
@@ -36,8 +34,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load(reference: str, origin: str = "AUTO_MIXED_PRECISION") -> Policy:
-    """The policy called `reference`: a shipped name, or the path of a YAML file (it has a separator
-    or ends in .yaml).
+    """The policy called `reference`: a shipped name, or a path (with a separator, or .yaml).
 
     `origin` says who asked, for the message when there is no such policy.
 

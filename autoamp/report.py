@@ -78,8 +78,7 @@ def _torch_version() -> str | None:
 
 
 def check_path(path: str) -> None:
-    """Refuse a report path that could not be written at the end, while there is time to choose
-    another.
+    """Refuse a report path that cannot be written, while there is time to choose another.
 
     Raises:
         SettingsError: with what is wrong and what to do.

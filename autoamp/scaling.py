@@ -1,5 +1,4 @@
-"""The loss scale: what it is, when it moves, and what the gradients of one backward were checked
-for.
+"""The loss scale: what it is, when it moves, and how gradients are unscaled and checked.
 
 Nothing here waits for a device: scale and counters are device tensors, replaced and never edited,
 so that a backward keeps the one it ran with; what is reported is read back later, many steps at
@@ -21,8 +20,7 @@ PENDING = 512
 
 
 class LossScale:
-    """The scale of one process, moved by the rule of the policy as `torch.amp.GradScaler` moves its
-    own.
+    """The scale of one process, moved as `torch.amp.GradScaler` moves its own.
 
     `history` holds ``[step, scale]`` wherever the scale changed; `taken` and `skipped` count gated
     steps.
@@ -45,9 +43,7 @@ class LossScale:
         return f"{self.rule.mode} loss scale {self._state['scale']:g}"
 
     def current(self, device: torch.device) -> torch.Tensor:
-        """The scale, a float32 tensor without dimensions on the device where it was first asked
-        for.
-        """
+        """The scale: float32, no dimensions, on the device where it was first asked for."""
         if self._tensors is None:
             state = self._state
             self._tensors = (
@@ -97,9 +93,7 @@ class LossScale:
         self._tensors = (new, tracker, in_a_row)
 
     def read_back(self) -> None:
-        """Bring counts and history up to date: one synchronisation for all steps since the last
-        time.
-        """
+        """Bring counts and history up to date: one synchronisation for all steps that wait."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []

@@ -1,5 +1,4 @@
-"""What one active process holds: settings, policy, decisions, the loss scale, and what happened so
-far.
+"""What one active process holds: what was asked for, what was decided, what happened so far.
 
 The only mutable state of the runtime. It is reached by argument, never imported.
 """
@@ -38,9 +37,7 @@ was not finite.
 
 
 class Backwards:
-    """The last backwards of the process, counted, so that each optimizer can ask what came since
-    its last step.
-    """
+    """The last backwards, counted: each optimizer asks what came since its last step."""
 
     KEPT = 1024
 
@@ -54,9 +51,7 @@ class Backwards:
         self.count += 1
 
     def since(self, mark: int) -> list[Backward]:
-        """Those after the first `mark` ones. Where some are forgotten one counts as overflowed:
-        better to look once more.
-        """
+        """Those after the first `mark`. Where some are forgotten, one counts as overflowed."""
         new = self.count - mark
         if new <= len(self._kept):
             return list(self._kept)[len(self._kept) - new :]
@@ -66,9 +61,7 @@ class Backwards:
 
 @dataclass(slots=True)
 class Counts:
-    """Regions entered, and optimizer steps taken outside loss scaling (`LossScale` counts those
-    that it gates).
-    """
+    """Regions entered, and steps taken outside loss scaling (`LossScale` counts the others)."""
 
     regions: int = 0
     steps: int = 0

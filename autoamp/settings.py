@@ -80,8 +80,7 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings in `environ`; the policy that the switch names counts unless ``_POLICY`` names
-    another.
+    """The settings in `environ`; ``_POLICY`` outranks a policy that the switch names.
 
     Raises:
         SettingsError: a variable with our prefix is unknown, or its value cannot be understood.
@@ -115,9 +114,7 @@ def origin_of_policy(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_excluded(only: tuple[str, ...], script: str) -> bool:
-    """Whether the globs of ``_ONLY`` leave this script out: by its file name, ``!glob`` excludes,
-    the last match wins.
-    """
+    """Whether ``_ONLY`` leaves this script out: globs of file names, the last match wins."""
     if not only:
         return False
     name = os.path.basename(script)

@@ -1,5 +1,4 @@
-"""May the optimizer move? A step whose gradients are not finite is skipped, and the loss scale
-learns of it.
+"""May the optimizer move? A step whose gradients are not finite is skipped.
 
 The gate stands at class level, outside torch's own step wrapper and inside the schedulers' one: a
 skipped step runs no step hooks, touches neither parameters nor state, and no scheduler warns.
@@ -35,9 +34,7 @@ class Gates:
         self._eagerly = _disable_dynamo(functools.partial(self._pass_through))
 
     def gated(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step` of an optimizer class behind a gate. Applied twice (``super().step()``), only the
-        outer one acts.
-        """
+        """`step` of an optimizer class behind a gate; in ``super().step()`` only the outer acts."""
 
         @functools.wraps(step)
         def gate(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +82,7 @@ class Gates:
         return result
 
     def _overflow(self, optimizer: torch.optim.Optimizer, backwards: list[Backward]) -> bool:
-        """Whether this optimizer owns a gradient that is not finite: one synchronisation, two where
-        a backward overflowed.
+        """Whether this optimizer owns a gradient that is not finite: one synchronisation or two.
 
         A backward that overflowed need not concern this optimizer (another one's loss, gradients
         zeroed since).
@@ -103,9 +99,7 @@ class Gates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Fused kernels skip by themselves, on the device: they get a flag to read, and nobody
-        waits for it.
-        """
+        """Fused kernels skip by themselves, on the device: they read a flag, and nobody waits."""
         ran_with = backwards[-1][0]
         found_inf = _check(optimizer)
         if _first_step_needs_the_host(optimizer):
@@ -127,9 +121,7 @@ class Gates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A closure runs its backward inside the step: if that overflows it is evaluated again, in
-        float32.
-        """
+        """A closure runs its backward inside the step: one that overflows runs again in float32."""
         session = self.session
         overflows: list[torch.Tensor] = []
         ran_with: list[torch.Tensor] = []
@@ -165,9 +157,7 @@ class Gates:
 
 
 def profile_hook_step(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Optimizer.profile_hook_step`: torch wraps each class's ``step`` with it when the first
-    instance appears.
-    """
+    """`Optimizer.profile_hook_step`: torch wraps ``step`` with it at a class's first instance."""
 
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         return session.gates.gated(original(func))
