@@ -35,7 +35,7 @@ def run_the_next_sitecustomize():
     from importlib.machinery import PathFinder
     path = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) != HERE]
     spec = PathFinder.find_spec("sitecustomize", path)
-    if spec is not None and spec.origin is not None:  # a folder of that name has no origin
+    if spec is not None and spec.loader is not None:  # a mere folder of that name has no loader
         from importlib.util import module_from_spec
         module = sys.modules["sitecustomize"] = module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -76,7 +76,7 @@ def random_crops(images, batch_size, size):
     return (crops - mean) / (std + 0.05), labels.float()
 
 
-def evaluate(model, images, batch_size, size, batches=10):
+def evaluate(model, images, batch_size, size, batches=60):
     model.eval()
     correct = 0
     with torch.no_grad():
@@ -90,7 +90,7 @@ def evaluate(model, images, batch_size, size, batches=10):
 
 def make_parser():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=8, help="channels of the first stage")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=32, help="height and width of a crop")

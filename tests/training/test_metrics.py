@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from .conftest import SCRIPTS
 
+SEEDS = range(3)
+
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_final_metric_agrees_with_float32_within_three_seeds(train: Any, name: str) -> None:
-    plain = [train("scripts", name, "--seed", seed).metric for seed in range(3)]
+    """The mean over the seeds moves by less than float32 itself does from seed to seed."""
+    plain = [train("scripts", name, "--seed", seed).metric for seed in SEEDS]
+    mixed = [
+        train(
+            "scripts",
+            name,
+            "--seed",
+            seed,
+            AUTO_MIXED_PRECISION="1",
+            AUTO_MIXED_PRECISION_DTYPE="bfloat16",
+        ).metric
+        for seed in SEEDS
+    ]
+    assert abs(mean(mixed) - mean(plain)) <= max(plain) - min(plain), (mixed, plain)
+    assert mixed != plain
+
+
+def test_an_fp16_run_reaches_the_float32_metric_with_its_scale_in_motion(train: Any) -> None:
+    """The VAE's summed loss overflows at 65536: the scale has to find its place by itself."""
+    plain = [train("scripts", "digits_vae", "--seed", seed).metric for seed in SEEDS]
     mixed = train(
         "scripts",
-        name,
-        "--seed",
-        0,
+        "digits_vae",
         AUTO_MIXED_PRECISION="1",
-        AUTO_MIXED_PRECISION_DTYPE="bfloat16",
+        AUTO_MIXED_PRECISION_DTYPE="float16",
     )
-    spread = max(plain) - min(plain)
-    assert abs(mixed.metric - plain[0]) <= spread, (mixed.metric, plain)
+    assert abs(mixed.metric - plain[0]) <= max(plain) - min(plain), (mixed.metric, plain)
+    assert " 0 skipped" not in mixed.stderr

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from image_resnet import ResNet, load_data, make_parser, random_crops
 
 
-def evaluate(model, images, batch_size, size, autocast, batches=10):
+def evaluate(model, images, batch_size, size, autocast, batches=60):
     model.eval()
     correct = 0
     with torch.no_grad():
