@@ -81,7 +81,7 @@ def python_in() -> Callable[[Path], Run]:
 
 @pytest.fixture
 def run_python(python_in: Callable[[Path], Run], tmp_path: Path) -> Run:
-    """`run_python(script, *arguments, AUTO_MIXED_PRECISION="1")`: the script in a fresh interpreter.
+    """`run_python(script, *arguments, AUTO_MIXED_PRECISION="1")`: a script in a new interpreter.
 
     `script` is its text (it becomes script.py) or the path of a file; it runs in `tmp_path`, on one
     thread, with the autoamp under test within reach and, of autoamp's variables, those given here

@@ -1,0 +1,349 @@
+"""What is said at the start and at the end of a run, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import autoamp
+from autoamp import report
+from autoamp.patches import PATCHES
+
+ON = {"AUTO_MIXED_PRECISION": "1"}
+FP16 = {**ON, "AUTO_MIXED_PRECISION_DTYPE": "float16"}
+BF16 = {**ON, "AUTO_MIXED_PRECISION_DTYPE": "bfloat16"}
+FILE = {"AUTO_MIXED_PRECISION_REPORT": "run.json"}
+KEYS = [
+    "schema",
+    "autoamp",
+    "torch",
+    "active",
+    "reason",
+    "door",
+    "policy",
+    "devices",
+    "regions",
+    "loss_scale",
+    "steps",
+    "patches",
+    "replaced_since",
+    "kernels",
+]
+# Four regions: one evaluation, and three steps of which the second overflows.
+TRAIN = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model(torch.ones(1, 4))
+for factor in (0.25, float("inf"), 0.25):
+    optimizer.zero_grad()
+    (model(torch.ones(2, 4)).mean() * factor).backward()
+    optimizer.step()
+"""
+# Two regions and no optimizer, which would import much more of torch.
+EVALUATE = """
+import torch
+model = torch.nn.Linear(4, 4)
+model(model(torch.ones(1, 4)))
+"""
+SUMMARY = "autoamp: 2 regions, 0 steps taken, 0 skipped, final loss scale 65536"
+
+
+@pytest.fixture
+def run(run_python, tmp_path):
+    """Run a script: its `code`, `stdout`, lines of `stderr`, and the `report` it left, if any."""
+
+    def start(script: str, **variables: str) -> SimpleNamespace:
+        process = run_python(script, **variables)
+        path = tmp_path / "run.json"
+        return SimpleNamespace(
+            code=process.returncode,
+            stdout=process.stdout,
+            stderr=process.stderr.splitlines(),
+            report=json.loads(path.read_text()) if path.exists() else None,
+            left=sorted(entry.name for entry in tmp_path.iterdir()),
+        )
+
+    return start
+
+
+def start_line(found: SimpleNamespace, what: str) -> str:
+    return f'autoamp 0.1.0 on: {what}, policy "default", through {found.report["door"]}'
+
+
+# --- a whole run ---------------------------------------------------------------------------------
+
+
+def test_a_run_in_float16_is_told_in_two_lines_and_one_report(run, tmp_path):
+    found = run("import os; os.umask(0o027)\n" + TRAIN, **FP16, **FILE)
+    assert (found.code, found.stdout) == (0, "")
+    content = found.report
+    assert list(content) == KEYS
+    assert content["schema"] == 1
+    assert (content["autoamp"], content["torch"]) == (autoamp.__version__, torch.__version__)
+    assert (content["active"], content["reason"]) == (True, "")
+    assert content["door"] in (".pth", ".start", "sitecustomize")
+    assert content["policy"]["name"] == "default"
+    assert os.path.basename(content["policy"]["source"]) == "default.yaml"
+    assert content["devices"] == {"cpu": {"dtype": "float16", "why": "AUTO_MIXED_PRECISION_DTYPE"}}
+    assert content["regions"] == 4
+    assert content["steps"] == {"taken": 2, "skipped": 1}
+    assert content["loss_scale"] == {
+        "mode": "dynamic",
+        "initial": 65536.0,
+        "final": 32768.0,
+        "history": [[0, 65536.0], [2, 32768.0]],
+        "owner": "autoamp",
+    }
+    assert [row["target"] for row in content["patches"]] == [patch.target for patch in PATCHES]
+    assert {row["outcome"] for row in content["patches"]} <= {"applied", "absent"}
+    assert content["replaced_since"] == []
+    assert all(sorted(row) == ["device", "op", "why"] for row in content["kernels"])
+    assert found.stderr == [
+        start_line(found, "cpu float16, dynamic loss scale 65536"),
+        "autoamp: 4 regions, 2 steps taken, 1 skipped, final loss scale 32768",
+    ]
+    assert found.left == ["run.json", "script.py"]
+    assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_run_in_bfloat16_has_no_loss_scale(run):
+    found = run(TRAIN, **BF16, **FILE)
+    assert (found.code, found.stdout) == (0, "")
+    assert found.report["steps"] == {"taken": 3, "skipped": 0}
+    assert found.report["regions"] == 4
+    assert found.report["loss_scale"]["mode"] == "off"
+    assert found.report["devices"]["cpu"]["dtype"] == "bfloat16"
+    assert {row["outcome"] for row in found.report["patches"]} >= {"applied", "not needed"}
+    assert found.stderr == [
+        start_line(found, "cpu bfloat16"),
+        "autoamp: 4 regions, 3 steps taken",
+    ]
+
+
+def test_where_the_device_gains_nothing_it_stands_aside_and_says_so_once(run):
+    found = run(EVALUATE, AUTO_MIXED_PRECISION="fp16", **FILE)
+    why = "float16 is slower than float32 on CPUs; force it with AUTO_MIXED_PRECISION_DTYPE=float16"
+    assert found.stderr[0] == f"autoamp 0.1.0 stands aside on cpu: {why}"
+    assert len(found.stderr) <= 2
+    assert (found.code, found.stdout) == (0, "")
+    assert found.report["devices"] == {"cpu": {"dtype": "off", "why": why}}
+    assert found.report["regions"] == 0
+    assert found.report["loss_scale"]["mode"] == "off"
+
+
+def test_quiet_is_quiet_and_still_leaves_the_report(run):
+    found = run(EVALUATE, AUTO_MIXED_PRECISION_LOG="quiet", **FP16, **FILE)
+    assert (found.code, found.stdout, found.stderr) == (0, "", [])
+    assert found.report["regions"] == 2
+
+
+def test_debug_lists_every_patch_before_the_first_line(run):
+    found = run(EVALUATE, AUTO_MIXED_PRECISION_LOG="debug", **FP16, **FILE)
+    said = [line for line in found.stderr if line.startswith("autoamp: torch")]
+    assert said == [
+        f"autoamp: {row['target']}: {row['outcome']} ({row['why']})"
+        for row in found.report["patches"]
+    ]
+    assert found.stderr[: len(said)] == said
+    assert found.stdout == ""
+
+
+def test_a_static_scale_is_named_and_stays(run):
+    found = run(TRAIN, AUTO_MIXED_PRECISION_LOSS_SCALE="128", **FP16, **FILE)
+    assert found.stderr == [
+        start_line(found, "cpu float16, static loss scale 128"),
+        "autoamp: 4 regions, 2 steps taken, 1 skipped, final loss scale 128",
+    ]
+    assert found.report["loss_scale"]["mode"] == "static"
+    assert found.report["loss_scale"]["history"] == [[0, 128.0]]
+
+
+def test_a_process_that_runs_no_model_says_nothing_and_reports_that(run):
+    found = run("import torch; print(torch.ones(2) @ torch.ones(2))", **FP16, **FILE)
+    assert (found.code, found.stdout, found.stderr) == (0, "tensor(2.)\n", [])
+    assert (found.report["regions"], found.report["devices"]) == (0, {})
+    assert found.report["active"] is True
+
+
+def test_a_process_that_never_imports_torch_leaves_nothing(run):
+    found = run("print('done')", **FP16, **FILE)
+    assert (found.code, found.stdout, found.stderr) == (0, "done\n", [])
+    assert found.left == ["script.py"]
+
+
+def test_an_unset_variable_leaves_no_report(run):
+    found = run(EVALUATE, **FILE)
+    assert (found.code, found.stdout, found.stderr, found.report) == (0, "", [], None)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [
+        ("raise ValueError('the script fails')", 1, "ValueError: the script fails"),
+        ("import sys; sys.exit(3)", 3, None),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+    ids=["exception", "exit code", "Ctrl-C"],
+)
+def test_the_report_is_written_however_the_script_ends(run, end, code, last):
+    found = run(EVALUATE + end, **FP16, **FILE)
+    assert found.code == code
+    assert (found.report["active"], found.report["regions"]) == (True, 2)
+    *said, summary = found.stderr
+    assert summary == SUMMARY
+    assert said[-1] == last or (last is None and len(said) == 1)
+
+
+def test_a_run_that_could_not_start_reports_why(run):
+    found = run(EVALUATE, **{**FP16, "AUTO_MIXED_PRECISION": "fp61"}, **FILE)
+    assert found.code == 0
+    assert list(found.report) == KEYS
+    assert found.report["active"] is False
+    assert found.report["reason"].startswith("AUTO_MIXED_PRECISION: unknown policy 'fp61'.")
+    assert found.report["patches"] == []
+
+
+def test_a_script_that_changes_directory_finds_its_report_where_it_started(run):
+    script = f"import os; os.mkdir('elsewhere')\n{EVALUATE}os.chdir('elsewhere')"
+    found = run(script, **FP16, **FILE)
+    assert found.left == ["elsewhere", "run.json", "script.py"]
+    assert found.report["regions"] == 2
+
+
+# --- more than one process -----------------------------------------------------------------------
+
+
+def test_forked_children_and_workers_write_no_report(run):
+    script = EVALUATE + (
+        "import os, sys\n"
+        "from torch.utils.data import DataLoader\n"
+        "def in_worker(batch):\n"
+        "    return model(torch.stack(batch)).detach()\n"
+        "rows = DataLoader(torch.ones(4, 4), 2, num_workers=1, collate_fn=in_worker,\n"
+        "                  multiprocessing_context='fork')\n"
+        "print(len(list(rows)), os.path.exists('run.json'), flush=True)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    model(torch.ones(1, 4))\n"
+        "    sys.exit(5)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.path.exists('run.json'))\n"
+    )
+    found = run(script, **FP16, **FILE)
+    assert found.stdout == "2 False\n5 False\n"
+    assert found.report["regions"] == 2
+    assert len(found.stderr) == 2, found.stderr
+
+
+def test_a_launcher_that_runs_no_model_keeps_its_childs_report(run, tmp_path):
+    (tmp_path / "train.py").write_text(EVALUATE)
+    found = run(
+        "import subprocess, sys, torch; subprocess.run([sys.executable, 'train.py'], check=True)",
+        **FP16,
+        **FILE,
+    )
+    assert found.report["regions"] == 2
+    assert len(found.stderr) == 2, found.stderr
+
+
+def test_rank_1_says_and_writes_nothing(run):
+    found = run(EVALUATE, RANK="1", WORLD_SIZE="2", **FP16, **FILE)
+    assert (found.code, found.stdout, found.stderr, found.report) == (0, "", [], None)
+
+
+# --- in this process -----------------------------------------------------------------------------
+
+
+def test_status_is_the_report_of_now(mixed):
+    mixed("fp16")
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2))
+    status = autoamp.status()
+    assert list(status) == ["phase", *KEYS]
+    assert (status["phase"], status["regions"], status["policy"]["name"]) == ("active", 1, "fp16")
+    assert json.loads(json.dumps(status)) == status
+    autoamp.disable()
+    assert list(autoamp.status()) == ["phase", *KEYS]
+    assert autoamp.status()["reason"] == "autoamp.disable() was called"
+
+
+def test_disable_writes_the_report_and_says_the_summary(mixed, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    mixed(REPORT=str(path))
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    capsys.readouterr()
+    autoamp.disable()
+    assert json.loads(path.read_text())["regions"] == 1
+    assert capsys.readouterr() == (
+        "",
+        "autoamp: 1 region, 0 steps taken, 0 skipped, final loss scale 65536\n",
+    )
+
+
+def content(regions: int, taken: int, mode: str = "dynamic") -> dict:
+    return {
+        "regions": regions,
+        "steps": {"taken": taken, "skipped": 7},
+        "loss_scale": {"mode": mode, "final": 2.0**24},
+    }
+
+
+@pytest.mark.parametrize(
+    ("numbers", "line"),
+    [
+        (
+            (1, 1),
+            "autoamp: 1 region, 1 step taken, 7 skipped, final loss scale 16777216",
+        ),
+        ((1234567, 0, "off"), "autoamp: 1,234,567 regions, 0 steps taken"),
+    ],
+)
+def test_the_summary_reads_as_english(numbers, line):
+    assert report.summary(content(*numbers)) == line
+
+
+def test_a_report_replaces_the_one_before_in_one_piece(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    kept = path.open()
+    report.write(str(path), {"new": 1})
+    assert json.loads(path.read_text()) == {"new": 1}
+    with kept:
+        assert kept.read() == "old"
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        report.write(str(path), {"new": object()})
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_directory_that_has_gone_costs_one_line(mixed, tmp_path, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    mixed(REPORT=f"{folder}/run.json")
+    folder.rmdir()
+    capsys.readouterr()
+    autoamp.disable()
+    assert capsys.readouterr().err == (
+        f"autoamp: AUTO_MIXED_PRECISION_REPORT={folder}/run.json: "
+        "No such file or directory; no report written\n"
+    )
+
+
+def test_a_closed_stderr_is_no_error(mixed, monkeypatch, tmp_path):
+    mixed(REPORT=str(tmp_path / "run.json"))
+    monkeypatch.setattr(sys, "stderr", None)
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    autoamp.disable()
+    assert (tmp_path / "run.json").exists()
