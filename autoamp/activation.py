@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
+from dataclasses import replace
 
-import torch
+from . import requirements
 
+requirements.check_torch()
+
+# ruff: noqa: E402 - what follows needs a torch that is not too old
 from . import bootstrap, fixups, policyfile, region, report, settings, stepping
-from .errors import AutoampError, PatchError
+from .errors import AutoampError
 from .kernels import Kernels
 from .patches import PATCHES
 from .patching import Ledger
 from .policy import Policy
 from .scaling import LossScale
 from .session import Session
-from .settings import SWITCH
 from .speech import Speech
-
-OLDEST_TORCH = (2, 4)
 
 _session: Session | None = None
 _fork_hook_is_set = False
@@ -48,8 +48,9 @@ def activate(door: str, policy: str | None = None) -> str | None:
         return f"AUTO_MIXED_PRECISION_ONLY={only} leaves {os.path.basename(script)} out"
     if asked.report:
         report.check_path(asked.report)
+        # Where the program stands now: it may go elsewhere before it ends.
+        asked = replace(asked, report=os.path.abspath(asked.report))
     try:
-        _check_torch()
         _session = _open(asked, _policy(asked, policy), door)
     except AutoampError as error:
         if asked.report:
@@ -108,16 +109,6 @@ def _close(closing: Session) -> None:
         closing.ledger.put_back(optimizer, "step", stepping.ungated(vars(optimizer)["step"]))
     closing.kernels.remove()
     closing.speech.close()
-
-
-def _check_torch() -> None:
-    version = str(torch.__version__)
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise PatchError(
-            f"torch {version} is too old; install torch {oldest} or later, or unset {SWITCH}."
-        )
 
 
 def _hide_from_dynamo(opened: Session) -> None:

@@ -1,7 +1,6 @@
 """The dtype of every tensor in a nested value: what leaves a region becomes float32.
 
-Containers are copied, never edited; a value with nothing to change is returned as it is, by
-identity.
+Containers are copied, never edited; a value with nothing to change is returned as it is.
 """
 
 from __future__ import annotations
@@ -21,70 +20,72 @@ def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
 
     Reaches into tuples, lists, dicts, dataclasses, their subclasses (named tuples, ``ModelOutput``)
     and ``torch.distributions``. Tensors that the caller passed in as half (`came_in`: the call's
-    arguments) stay half; a tensor that stands in several places is cast once.
+    arguments) stay half; a tensor that stands in several places is cast once. A container that
+    cannot be copied and changed is returned as it is: that is no reason for a call to fail.
     """
     if isinstance(value, torch.Tensor) and value.dtype not in HALF:
         return value
-    return _cast(value, {id(tensor): tensor for tensor in _half_tensors(came_in)})
+    try:
+        return _cast(value, {id(tensor): tensor for tensor in _half_tensors(came_in, set())})
+    except Exception:  # noqa: BLE001 - classes of the script run in here
+        return value
 
 
 def _cast(value: Any, done: dict[int, Any]) -> Any:
     """`done`: what became of each value by identity; an open container stands for itself."""
     if id(value) in done:
         return done[id(value)]
-    result: Any
+    result: Any = value
     if isinstance(value, torch.Tensor):
         result = value.float() if value.dtype in HALF else value
     elif isinstance(value, tuple):
         items = [_cast(item, done) for item in value]
-        same = all(new is old for new, old in zip(items, value, strict=True))
-        # A named tuple has no constructor that takes a list; `tuple.__new__` passes by whatever a
-        # subclass checks.
-        result = value if same else tuple.__new__(type(value), items)
-    else:
-        result = _cast_mutable(value, done)
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            result = _tuple_like(value, items)
+    elif contents := _contents(value):
+        done[id(value)] = value
+        changed = {key: new for key, old in contents if (new := _cast(old, done)) is not old}
+        if changed:
+            result = copy.copy(value)
+            for (is_attribute, key), new in changed.items():
+                if is_attribute:
+                    object.__setattr__(result, key, new)  # frozen dataclasses too: it is our copy
+                else:
+                    result[key] = new
     done[id(value)] = result
     return result
 
 
-def _cast_mutable(value: Any, done: dict[int, Any]) -> Any:
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    if hasattr(type(value), "n_sequence_fields"):  # what torch.max and its like return
+        return type(value)(items)
+    # A named tuple has no constructor that takes a list; a subclass may check its arguments.
+    return tuple.__new__(type(value), items)
+
+
+def _contents(value: Any) -> list[tuple[tuple[bool, Any], Any]]:
+    """((is it an attribute, key), item) of a container other than a tuple; empty if it is none."""
+    items: Any = ()
+    attributes: Any = ()
     if isinstance(value, list):
-        items = dict(enumerate(value))
+        items = enumerate(value)
     elif isinstance(value, dict):
-        items = value
-    else:
-        items = {}
-    attributes = _attributes(value)
-    if not items and not attributes:
-        return value
-    done[id(value)] = value
-    new_items = {key: new for key, old in items.items() if (new := _cast(old, done)) is not old}
-    new_attributes = {
-        key: new for key, old in attributes.items() if (new := _cast(old, done)) is not old
-    }
-    if not new_items and not new_attributes:
-        return value
-    result = copy.copy(value)
-    for key, new in new_items.items():
-        result[key] = new
-    for name, new in new_attributes.items():
-        object.__setattr__(result, name, new)  # frozen dataclasses too: this is our own copy
-    return result
-
-
-def _attributes(value: Any) -> dict[str, Any]:
+        items = value.items()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return dict(vars(value)) if isinstance(value, torch.distributions.Distribution) else {}
+        attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    elif isinstance(value, torch.distributions.Distribution):
+        attributes = vars(value).items()
+    return [((False, k), v) for k, v in items] + [((True, k), v) for k, v in attributes]
 
 
-def _half_tensors(value: Any) -> Iterator[torch.Tensor]:
+def _half_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.dtype in HALF:
             yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _half_tensors(item)
-    elif isinstance(value, dict):
-        yield from _half_tensors(tuple(value.values()))
+        return
+    if isinstance(value, (str, bytes, int, float)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for item in value if isinstance(value, tuple) else [item for _, item in _contents(value)]:
+        yield from _half_tensors(item, seen)

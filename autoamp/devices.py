@@ -36,7 +36,9 @@ def decide(device: torch.device, policy: Policy, forced: bool) -> Decision:
     `forced`: ``AUTO_MIXED_PRECISION_DTYPE`` named the dtype, so the device is not asked whether it
     is fast.
     """
-    word = policy.devices.get(device.type, "off")
+    if device.type not in policy.devices:
+        return Decision(None, f"autoamp knows no device called {device.type}")
+    word = policy.devices[device.type]
     if word == "off":
         return Decision(None, f'policy "{policy.name}" says off')
     dtype = TORCH_DTYPES[word]

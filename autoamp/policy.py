@@ -12,6 +12,8 @@ DEVICES = ("cuda", "cpu", "xpu", "mps")
 PRECISIONS = ("float16", "bfloat16", "off")
 OUTPUTS = ("float32", "keep")
 MODES = ("dynamic", "static", "off")
+SCALES = (2.0**-126, 2.0**126)
+"""The loss scales that float32 can hold, and whose inverse it can hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from .policy import LossScaleRule, Policy
 
 MAX_BYTES = 1 << 20
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_SCALARS = ("str", "int", "float", "bool", "null")
+_PLAIN = ("str", "int", "float", "bool", "null", "map", "seq")
 
 
 def shipped() -> dict[str, Path]:
@@ -41,13 +41,13 @@ def load(reference: str, origin: str = "AUTO_MIXED_PRECISION") -> Policy:
     Raises:
         PolicyError: no such policy, an unreadable file, or a mistake in it.
     """
-    path = _find(reference, origin, Path.cwd())
-    return replace(_read(path, ()), name=reference, source=str(path))
+    path = _find(reference, origin, Path())
+    return replace(_read(path, (), ""), name=reference, source=os.path.realpath(path))
 
 
 def _find(reference: str, where: str, folder: Path) -> Path:
     if os.sep in reference or reference.endswith((".yaml", ".yml")):
-        return folder / Path(reference).expanduser()
+        return folder / os.path.expanduser(reference)
     known = shipped()
     if reference in known:
         return known[reference]
@@ -57,8 +57,9 @@ def _find(reference: str, where: str, folder: Path) -> Path:
     )
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Policy:
-    document = _compose(path)
+def _read(path: Path, above: tuple[str, ...], asked_at: str) -> Policy:
+    """`above`: the real paths of the files that extend this one; `asked_at`: where one does."""
+    document = _compose(path, asked_at)
     policy = Policy()
     if document is None:
         return policy
@@ -66,40 +67,57 @@ def _read(path: Path, above: tuple[Path, ...]) -> Policy:
     if "extends" in sections:
         node = sections.pop("extends")
         base = _find(_scalar(path, node, "extends"), _at(path, node), path.parent)
-        if base in (*above, path):
+        above = (*above, os.path.realpath(path))
+        if os.path.realpath(base) in above:
             raise PolicyError(
                 f"{_at(path, node)}: 'extends' goes round in a circle; remove one reference."
             )
-        policy = _read(base, (*above, path))
+        policy = _read(base, above, f"{_at(path, node)}: ")
     for name, node in sections.items():
         policy = replace(policy, **{name: SECTIONS[name](path, node, policy)})
     _check_bounds(path, sections.get("loss_scale", document), policy.loss_scale)
     return policy
 
 
-def _compose(path: Path) -> yaml.Node | None:
+def _compose(path: Path, asked_at: str) -> yaml.Node | None:
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # a path may hold what no path can
+        problem = getattr(error, "strerror", None) or error
+        name = str(path) if str(path).isprintable() else repr(str(path))
         raise PolicyError(
-            f"{path}: {error.strerror or error}; give the path of a readable policy file."
+            f"{asked_at}{name}: {problem}; give the path of a readable policy file."
         ) from None
-    if len(text) > MAX_BYTES:
+    if len(data) > MAX_BYTES:
         raise PolicyError(f"{path}: larger than {MAX_BYTES} bytes; this is not a policy.")
     try:
-        node: yaml.Node | None = yaml.compose(text.decode(), Loader=_Loader)
+        text = data.decode()
     except UnicodeDecodeError as error:
-        line = text.count(b"\n", 0, error.start) + 1
-        raise PolicyError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8.") from None
-    except (yaml.MarkedYAMLError, yaml.reader.ReaderError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        problem = (
-            getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deeply"
-        )
+        where = _place(path, data[: error.start].decode())
+        raise PolicyError(f"{where}: not UTF-8 text; save the file as UTF-8.") from None
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = _place(path, text[: mark.index]) if mark else str(path)
+        problem = error.problem or "broken"
+        if mark and text[mark.index : mark.index + 1] == "\t":
+            problem = "a tab where YAML wants spaces; indent with spaces"
         raise PolicyError(f"{where}: not valid YAML: {problem}.") from None
+    except yaml.reader.ReaderError:
+        match = yaml.reader.Reader.NON_PRINTABLE.search(text)
+        where = _place(path, text[: match.start()]) if match else str(path)
+        raise PolicyError(f"{where}: not valid YAML: a control character; remove it.") from None
+    except RecursionError:
+        raise PolicyError(f"{path}: not a policy: nested too deeply.") from None
     return node
+
+
+def _place(path: Path, before: str) -> str:
+    """`path`:line:column of the character behind the text `before`."""
+    line_start = before.rfind("\n") + 1
+    return f"{path}:{before.count(chr(10)) + 1}:{len(before) - line_start + 1}"
 
 
 def _at(path: Path, node: yaml.Node) -> str:
@@ -117,6 +135,7 @@ def _mapping(path: Path, node: yaml.Node, what: str, known: Iterable[str]) -> di
         raise PolicyError(
             f"{_at(path, node)}: {what} must be a map (key: value), not {_kind(node)}."
         )
+    _check_tag(path, node)
     entries: dict[str, yaml.Node] = {}
     for key_node, value in node.value:
         key = _scalar(path, key_node, "a key")
@@ -133,11 +152,16 @@ def _scalar(path: Path, node: yaml.Node, what: str) -> str:
         raise PolicyError(
             f"{_at(path, node)}: {what} must be a single word or number, not {_kind(node)}."
         )
-    if node.tag not in [f"tag:yaml.org,2002:{name}" for name in _SCALARS]:
+    _check_tag(path, node)
+    return str(node.value)
+
+
+def _check_tag(path: Path, node: yaml.Node) -> None:
+    """YAML tags ask for objects to be built; a policy has none."""
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN:
         raise PolicyError(
             f"{_at(path, node)}: tag '{node.tag}' is not allowed in a policy; write a plain value."
         )
-    return str(node.value)
 
 
 def _kind(node: yaml.Node) -> str:
@@ -168,19 +192,19 @@ def _number(path: Path, node: yaml.Node, what: str, kind: type, rule: str) -> An
 
 
 _RULES: Mapping[str, Callable[[float], bool]] = {
-    "above 0 and finite": lambda x: 0.0 < x < float("inf"),
+    "that float32 can hold and invert": lambda x: words.SCALES[0] <= x <= words.SCALES[1],
     "above 1": lambda x: 1.0 < x < float("inf"),
     "between 0 and 1": lambda x: 0.0 < x < 1.0,
-    "of 1 or more": lambda x: x >= 1,
+    "from 1 to 2147483647": lambda x: 1 <= x < 2**31,
     "of 0 or more": lambda x: x >= 0.0,
     "above 0": lambda x: x > 0.0,
 }
 _LOSS_SCALE: Mapping[str, tuple[type, str]] = {
-    "init": (float, "above 0 and finite"),
+    "init": (float, "that float32 can hold and invert"),
     "growth": (float, "above 1"),
     "backoff": (float, "between 0 and 1"),
-    "interval": (int, "of 1 or more"),
-    "hysteresis": (int, "of 1 or more"),
+    "interval": (int, "from 1 to 2147483647"),
+    "hysteresis": (int, "from 1 to 2147483647"),
     "min": (float, "of 0 or more"),
     "max": (float, "above 0"),
 }

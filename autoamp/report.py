@@ -151,7 +151,7 @@ def summary(content: dict[str, Any]) -> str:
         f"autoamp: {_count(content['regions'], 'region')}, {_count(steps['taken'], 'step')} taken"
     )
     if scale["mode"] != "off":
-        line += f", {steps['skipped']} skipped, final loss scale {scale['final']:g}"
+        line += f", {steps['skipped']} skipped, final loss scale {scale['final']:.10g}"
     return line
 
 

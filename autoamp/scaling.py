@@ -40,7 +40,7 @@ class LossScale:
         """As the start line says it."""
         if self.rule.mode == "off":
             return "no loss scale"
-        return f"{self.rule.mode} loss scale {self._state['scale']:g}"
+        return f"{self.rule.mode} loss scale {self._state['scale']:.10g}"
 
     def current(self, device: torch.device) -> torch.Tensor:
         """The scale: float32, no dimensions, on the device where it was first asked for."""

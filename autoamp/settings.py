@@ -15,6 +15,7 @@ from typing import Any
 
 from .bootstrap import OFF, ON
 from .errors import SettingsError
+from .policy import SCALES
 
 SWITCH = "AUTO_MIXED_PRECISION"
 DTYPES = ("float16", "bfloat16")
@@ -61,6 +62,9 @@ def _loss_scale(text: str) -> str | float:
         scale = 0.0
     if not 0.0 < scale < float("inf"):
         raise ValueError("use 'dynamic' or a positive number") from None
+    least, most = SCALES
+    if not least <= scale <= most:
+        raise ValueError(f"use 'dynamic' or a number from {least:.3g} to {most:.3g}")
     return scale
 
 

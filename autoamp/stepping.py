@@ -202,8 +202,12 @@ def hooked_classes() -> list[type[torch.optim.Optimizer]]:
 
 
 def ungated(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind a gate, as torch would have it there."""
-    return getattr(step, "__autoamp_gate__", step)
+    """The function behind a gate, as torch would have it there: with its mark."""
+    behind: Callable[..., Any] | None = vars(step).get("__autoamp_gate__")
+    if behind is None:
+        return step
+    vars(behind)["hooked"] = True
+    return behind
 
 
 def _check(optimizer: torch.optim.Optimizer) -> torch.Tensor:

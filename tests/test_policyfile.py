@@ -251,13 +251,17 @@ MISTAKES = {
         "1:10: devices.cuda must be a single word or number, not a map.",
     ),
 }
-FINITE, OVER_1, UP_TO_1 = "a number above 0 and finite", "a number above 1", "between 0 and 1"
+FINITE, OVER_1, UP_TO_1 = (
+    "a number that float32 can hold and invert",
+    "a number above 1",
+    "between 0 and 1",
+)
 NUMBERS = {
     "init": (FINITE, ["0", "-1", ".inf", ".nan", "abc", "0x10", "1e400", "''"]),
     "growth": (OVER_1, ["1", "0.5", ".inf", ".nan", "double"]),
     "backoff": (f"a number {UP_TO_1}", ["0", "1", "-0.5", ".nan", "half"]),
-    "interval": ("a whole number of 1 or more", ["0", "-3", "1.5", "1e3", ".inf", "often"]),
-    "hysteresis": ("a whole number of 1 or more", ["0", "2.0", "off"]),
+    "interval": ("a whole number from 1 to 2147483647", ["0", "-3", "1.5", "1e3", ".inf", "often"]),
+    "hysteresis": ("a whole number from 1 to 2147483647", ["0", "2.0", "off"]),
     "min": ("a number of 0 or more", ["-1", ".nan", "-.inf"]),
     "max": ("a number above 0", ["0", "-1", ".nan"]),
 }

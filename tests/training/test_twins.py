@@ -76,7 +76,7 @@ def test_script_equals_its_twin_when_steps_overflow(train: Any, tmp_path: Path, 
     steps = told["steps"]
     assert (
         f"{steps['taken']} steps taken, {steps['skipped']} skipped, "
-        f"final loss scale {told['loss_scale']['final']:g}" in script.stderr.splitlines()[-1]
+        f"final loss scale {told['loss_scale']['final']:.10g}" in script.stderr.splitlines()[-1]
     )
 
 
