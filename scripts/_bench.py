@@ -1,0 +1,89 @@
+"""How `scripts/bench` measures: in rounds, where every subject has its turn and meets the others.
+
+A busy machine is slow for seconds at a time. What ran in the same round met the same machine, so
+only samples of one round are compared, and only their median and quartiles over many are said.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Samples = dict[str, list[float]]
+clock: Callable[[], float] = time.perf_counter
+"""Seconds; `scripts/bench --busy` sets it to `cpu_seconds`."""
+
+
+def cpu_seconds() -> float:
+    """What this process and the children that it has waited for have computed so far."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table: what was measured, one value a round, and the `target` that the median
+    should not exceed, if it has one.
+    """
+
+    row: str
+    what: str
+    unit: str
+    values: list[float] = field(repr=False)
+    target: float | None = None
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The lower quartile, the median and the upper quartile."""
+        if len(self.values) < 2:
+            return (self.values[0],) * 3
+        low, median, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return low, median, high
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether there is a target and the median is above it."""
+        return self.target is not None and self.quartiles[1] > self.target
+
+    def as_json(self) -> dict[str, object]:
+        """The keys that the docstring of `scripts/bench` lists."""
+        low, median, high = self.quartiles
+        return {
+            "row": self.row,
+            "what": self.what,
+            "unit": self.unit,
+            "median": median,
+            "lower_quartile": low,
+            "upper_quartile": high,
+            "target": self.target,
+            "values": self.values,
+        }
+
+
+def interleave(subjects: Mapping[str, Callable[[], float]], rounds: int) -> Samples:
+    """Ask every subject for one sample a round, so that none owns a place in it.
+
+    The order moves on by one each round and turns around after each full turn: over two turns every
+    subject has every place twice, and both of its neighbours go before it equally often.
+    """
+    names = list(subjects)
+    samples: Samples = {name: [] for name in names}
+    for number in range(rounds):
+        turn, first = divmod(number, len(names))
+        order = names[first:] + names[:first]
+        for name in reversed(order) if turn % 2 else order:
+            samples[name].append(subjects[name]())
+    return samples
+
+
+def ratios(samples: Samples, above: str, below: str) -> list[float]:
+    """`above` / `below`, round by round."""
+    return [a / b for a, b in zip(samples[above], samples[below], strict=True)]
+
+
+def differences(samples: Samples, more: str, less: str, scale: float) -> list[float]:
+    """(`more` - `less`) * `scale`, round by round."""
+    return [(a - b) * scale for a, b in zip(samples[more], samples[less], strict=True)]
