@@ -32,9 +32,9 @@ _AccumulateGrad: Any = type(
 class Pass:
     """One run of the engine: its gradients carry `scale`, and so does the ``.grad`` of `leaves`."""
 
-    def __init__(self, scale: torch.Tensor, outer: Pass | None) -> None:
+    def __init__(self, scale: torch.Tensor, inverse: torch.Tensor, outer: Pass | None) -> None:
         self.scale = scale
-        self.inverse = inverse_of(scale)
+        self.inverse = inverse
         self.outer = outer
         self.leaves: dict[int, torch.Tensor] = {}
         self.flags: list[torch.Tensor] = []
@@ -45,33 +45,23 @@ class Pass:
 
     def take(self, tensors: list[torch.Tensor]) -> None:
         """Make these tensors' gradients scaled ones: what they hold already is multiplied."""
-        new = [tensor for tensor in tensors if not self.owns(tensor)]
-        self.leaves.update((id(tensor), tensor) for tensor in new)
+        if self.leaves or self.outer is not None:
+            tensors = [tensor for tensor in tensors if not self.owns(tensor)]
+        self.leaves.update({id(tensor): tensor for tensor in tensors})
+        plain, with_graph = _held(tensors)
         with torch.no_grad():
-            multiply_(
-                (g for t in new if (g := t.grad) is not None and not g.requires_grad), self.scale
-            )
-        for tensor in new:
-            if tensor.grad is not None and tensor.grad.requires_grad:
-                tensor.grad = tensor.grad * self.scale
+            multiply_(plain, self.scale)
+        for tensor, grad in with_graph:
+            tensor.grad = grad * self.scale
 
     def settle(self, tensors: list[torch.Tensor]) -> None:
         """Give these tensors their true gradients back, and note whether all are finite."""
-        grads = []
-        for tensor in tensors:
-            self.leaves.pop(id(tensor), None)
-            grad = tensor.grad
-            if grad is None:
-                continue
-            if (
-                grad.requires_grad
-            ):  # create_graph: out of place, so that it can be differentiated again
-                tensor.grad = grad * self.inverse
-                self.flags += check([grad])
-            else:
-                grads.append(grad)
+        plain, with_graph = _held([t for t in tensors if self.leaves.pop(id(t), None) is not None])
         with torch.no_grad():
-            self.flags += unscale_(grads, self.inverse)
+            self.flags += unscale_(plain, self.inverse)
+        for tensor, grad in with_graph:
+            tensor.grad = grad * self.inverse
+            self.flags += check([grad])
 
     def to_true(self, value: Any) -> Any:
         """Gradients as user code sees them: unscaled, half ones as float32."""
@@ -91,6 +81,24 @@ class Pass:
             known = isinstance(like, (tuple, list)) and len(like) == len(value)
             return type(value)(map(self.to_scaled, value, like if known else [None] * len(value)))
         return value
+
+
+def _held(
+    tensors: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The gradients that tensors hold: (plain ones, (tensor, gradient) where it has a graph).
+
+    A gradient with a graph (``create_graph``) is replaced, not edited: it can be differentiated.
+    """
+    plain, with_graph = [], []
+    for tensor in tensors:
+        grad = tensor.grad
+        if grad is not None:
+            if grad.requires_grad:
+                with_graph.append((tensor, grad))
+            else:
+                plain.append(grad)
+    return plain, with_graph
 
 
 class UserCode:
@@ -168,8 +176,7 @@ def _accumulate(
     if isinstance(around, Pass):  # torch itself, in the middle of a pass: reentrant checkpointing
         around.take(_leaves(session, roots, inputs))
         return run(seeds)
-    scale = _scale_for(session, roots)
-    running = Pass(scale, around.outer if around is not None else None)
+    running = _new_pass(session, roots, around)
     running.take(_leaves(session, roots, inputs))
     try:
         with _running(running):
@@ -185,15 +192,15 @@ def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds:
     around = current()
     if isinstance(around, Pass):
         return run(seeds)
-    scale = _scale_for(session, roots)
+    running = _new_pass(session, roots, around)
     while True:
-        running = Pass(scale, around.outer if around is not None else None)
         with _running(running):
             grads = run(running.to_scaled(seeds), retain_graph=True)
-        flags = check(grad for grad in grads if grad is not None)
-        if not flags or not any_of(flags).item() or float(scale) <= 1.0:
+        flags = check([grad for grad in grads if grad is not None])
+        if not flags or not any_of(flags).item() or float(running.scale) <= 1.0:
             return tuple(_unscaled(grad, running.inverse) for grad in grads)
-        scale = scale / 2
+        scale = running.scale / 2
+        running = Pass(scale, inverse_of(scale), running.outer)
 
 
 def _unscaled(grad: torch.Tensor | None, inverse: torch.Tensor) -> torch.Tensor | None:
@@ -202,13 +209,13 @@ def _unscaled(grad: torch.Tensor | None, inverse: torch.Tensor) -> torch.Tensor 
     return (grad * inverse.to(grad.device, non_blocking=True)).to(grad.dtype)
 
 
-def _scale_for(session: Session, roots: Any) -> torch.Tensor:
+def _new_pass(session: Session, roots: Any, around: UserCode | None) -> Pass:
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    scale = session.loss_scale.current(device)
+    scale = session.loss_scale.current(tensors[0].device if tensors else torch.device("cpu"))
     if any(tensor.dtype is torch.float16 for tensor in tensors):
-        return scale.clamp(max=_HALF_SEED_LIMIT)
-    return scale
+        scale = scale.clamp(max=_HALF_SEED_LIMIT)
+    outer = around.outer if around is not None else None
+    return Pass(scale, session.loss_scale.inverse(scale), outer)
 
 
 def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
@@ -218,18 +225,17 @@ def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
         return [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)] + [
             node.variable for node in nodes if type(node) is _AccumulateGrad
         ]
-    leaves: list[torch.Tensor] = []
     stack: list[Any] = [_node(root) for root in roots]
+    leaves = [node.variable for node in stack if type(node) is _AccumulateGrad]
     seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if type(node) is _AccumulateGrad:
-            leaves.append(node.variable)
-            continue
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
+    while stack:  # a fifth of a millisecond for 500 nodes: nothing in here that need not be
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                if type(node) is _AccumulateGrad:
+                    leaves.append(node.variable)
+                else:
+                    stack.append(node)
     leaves += [tensor for tensor in session.retained() if tensor.grad_fn in seen]
     return leaves
 
@@ -300,7 +306,8 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
             if not isinstance(running, Pass):
                 return hook(parameter)
             running.settle([parameter])
-            session.backwards.append((running.scale, any_of(running.flags)))
+            if running.flags:
+                session.backwards.append((running.scale, any_of(running.flags)))
             with _running(UserCode(running)):
                 return hook(parameter)
 

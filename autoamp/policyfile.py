@@ -6,6 +6,7 @@ run code.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +43,9 @@ def load(reference: str, origin: str = "AUTO_MIXED_PRECISION") -> Policy:
         PolicyError: no such policy, an unreadable file, or a mistake in it.
     """
     path = _find(reference, origin, Path())
-    return replace(_read(path, (), ""), name=reference, source=os.path.realpath(path))
+    with contextlib.suppress(OSError):  # the working directory may have been deleted
+        path = Path(os.path.abspath(path))
+    return replace(_read(path, (), ""), name=reference, source=str(path))
 
 
 def _find(reference: str, where: str, folder: Path) -> Path:

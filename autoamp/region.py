@@ -20,7 +20,8 @@ from .session import Session
 
 enter_nesting = torch.autocast_increment_nesting
 leave_nesting = torch.autocast_decrement_nesting
-is_compiling = torch.compiler.is_compiling
+# False, at the cost of one call; Dynamo knows it and reads True.
+is_compiling = torch.compiler.is_dynamo_compiling
 
 
 _NONE: dict[str, Any] = {}

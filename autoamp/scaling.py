@@ -7,8 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ class LossScale:
         self.history: list[list[float]] = [[0, rule.init]]
         self._state = {"scale": rule.init, "growth_tracker": 0, "skips_in_a_row": 0}
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._inverse: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -52,6 +52,12 @@ class LossScale:
                 torch.tensor(state["skips_in_a_row"], dtype=torch.int32, device=device),
             )
         return self._tensors[0]
+
+    def inverse(self, scale: torch.Tensor) -> torch.Tensor:
+        """1 / `scale`, computed once for as long as the scale does not move."""
+        if self._inverse is None or self._inverse[0] is not scale:
+            self._inverse = scale, inverse_of(scale)
+        return self._inverse[1]
 
     def update(
         self, found_inf: torch.Tensor, ran_with: torch.Tensor, skipped: torch.Tensor | None = None
@@ -134,38 +140,37 @@ def inverse_of(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def multiply_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply gradients in place by a tensor without dimensions, each on its own device."""
-    for (device, _), group in _grouped(tensors).items():
+    for device, _, group in _grouped(tensors):
         torch._foreach_mul_(group, factor.to(device, non_blocking=True))
 
 
-def unscale_(tensors: Iterable[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
+def unscale_(tensors: list[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
     """Multiply gradients in place and check them.
 
     Returns:
-        One float32 flag per device, not 0 if any value there is inf or nan.
+        Float32 flags, one for each device and dtype, not 0 if any value there is inf or nan.
     """
-    flags: dict[torch.device, torch.Tensor] = {}
-    for (device, dtype), group in _grouped(tensors).items():
-        if device not in flags:
-            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+    flags = []
+    for device, dtype, group in _grouped(tensors):
+        flag = torch.zeros((), dtype=torch.float32, device=device)
         factor = inverse.to(device, non_blocking=True)
-        if dtype in (torch.float32, torch.float64, torch.float16):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], factor)
-        else:  # bfloat16 on the CPU has no such kernel
-            for tensor in group:
-                tensor.mul_(factor.to(tensor.dtype))
-                flags[device] += (~tensor.isfinite().all()).float()
-    return list(flags.values())
+        if dtype is torch.bfloat16:  # the CPU has no such kernel for it
+            torch._foreach_mul_(group, factor)
+            (flag,) = check(group)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        flags.append(flag)
+    return flags
 
 
-def check(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def check(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Flags as those of `unscale_`, with nothing multiplied."""
     with torch.no_grad():
         return [
             (~torch.stack([tensor.isfinite().all() for tensor in group]).all()).float()
-            for group in _grouped(tensor.detach() for tensor in tensors).values()
+            for _, _, group in _grouped([tensor.detach() for tensor in tensors])
         ]
 
 
@@ -178,11 +183,16 @@ def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _grouped(
-    tensors: Iterable[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        dense = tensor._values() if tensor.is_sparse else tensor
-        real = torch.view_as_real(dense) if dense.is_complex() else dense
-        groups[real.device, real.dtype].append(real)
-    return groups
+    tensors: list[torch.Tensor],
+) -> Iterator[tuple[torch.device, torch.dtype, list[torch.Tensor]]]:
+    """Gradients by device and dtype: of sparse ones the values, complex ones as real numbers."""
+    if not tensors:
+        return
+    dense: Any = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
+    groups: Any = torch._C._group_tensors_by_device_and_dtype([dense], False)
+    for (device, dtype), ((group,), _) in groups.items():
+        if dtype.is_complex:
+            real = [torch.view_as_real(tensor) for tensor in group]
+            yield device, real[0].dtype, real
+        else:
+            yield device, dtype, group

@@ -434,7 +434,7 @@ def test_the_pass_is_found_on_a_thread_that_torch_hands_its_state_to(mixed: Mixe
     layer = nn.Linear(1, 1, bias=False)
     layer.weight.register_hook(lambda grad: inside.append(float(grad)))
     (wrapped,) = layer.weight._backward_hooks.values()
-    running = backward.Pass(torch.tensor(1024.0), None)
+    running = backward.Pass(torch.tensor(1024.0), torch.tensor(1 / 1024), None)
 
     def engine_thread() -> None:
         assert backward.current() is None

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from startup.conftest import CURRENT, START_FILES, Environment, source, wheel  # noqa: F401
+from startup.environments import CURRENT, ROOT, START_FILES, Environment
 
 from autoamp import doctor
 
@@ -20,7 +21,18 @@ REINSTALL = "pip install --force-reinstall --no-deps autoamp"
 
 
 @pytest.fixture(scope="session")
-def make_house(wheel, tmp_path_factory):  # noqa: F811
+def wheel(tmp_path_factory) -> Path:
+    """What pip installs; built from a copy, since building leaves things behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    not_built = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, folder / "source", ignore=not_built)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
+    subprocess.run([*command, folder / "source"], check=True, capture_output=True)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def make_house(wheel, tmp_path_factory):
     """Make an environment with autoamp's wheel and links to what else is installed here."""
 
     def make() -> Environment:
