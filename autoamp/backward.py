@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .casting import HALF
+from .region import is_functionalizing
 from .scaling import any_of, check, inverse_of, multiply_, unscale_
 from .session import Session
 
@@ -27,6 +28,9 @@ _HALF_SEED_LIMIT = 32768.0
 _AccumulateGrad: Any = type(
     torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
 )
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Pass:
@@ -47,21 +51,25 @@ class Pass:
         """Make these tensors' gradients scaled ones: what they hold already is multiplied."""
         if self.leaves or self.outer is not None:
             tensors = [tensor for tensor in tensors if not self.owns(tensor)]
-        self.leaves.update({id(tensor): tensor for tensor in tensors})
-        plain, with_graph = _held(tensors)
-        with torch.no_grad():
-            multiply_(plain, self.scale)
-        for tensor, grad in with_graph:
-            tensor.grad = grad * self.scale
+        self.leaves.update(zip(map(id, tensors), tensors, strict=True))
+        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
+        if grads:
+            grads = _plain(tensors, grads, self.scale)
+            with torch.no_grad():
+                multiply_(grads, self.scale)
 
-    def settle(self, tensors: list[torch.Tensor]) -> None:
-        """Give these tensors their true gradients back, and note whether all are finite."""
-        plain, with_graph = _held([t for t in tensors if self.leaves.pop(id(t), None) is not None])
-        with torch.no_grad():
-            self.flags += unscale_(plain, self.inverse)
-        for tensor, grad in with_graph:
-            tensor.grad = grad * self.inverse
-            self.flags += check([grad])
+    def settle(self, tensor: torch.Tensor | None = None) -> None:
+        """Give this tensor its true gradient back, or all of them, and note whether it is finite."""
+        tensors = list(self.leaves.values())
+        if tensor is not None:
+            tensors = [self.leaves.pop(id(tensor))] if id(tensor) in self.leaves else []
+        else:
+            self.leaves.clear()
+        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
+        if grads:
+            grads = _plain(tensors, grads, self.inverse, self.flags)
+            with torch.no_grad():
+                self.flags += unscale_(grads, self.inverse)
 
     def to_true(self, value: Any) -> Any:
         """Gradients as user code sees them: unscaled, half ones as float32."""
@@ -83,22 +91,25 @@ class Pass:
         return value
 
 
-def _held(
+def _plain(
     tensors: list[torch.Tensor],
-) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The gradients that tensors hold: (plain ones, (tensor, gradient) where it has a graph).
+    grads: list[torch.Tensor],
+    factor: torch.Tensor,
+    flags: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """The gradients that can be edited in place.
 
-    A gradient with a graph (``create_graph``) is replaced, not edited: it can be differentiated.
+    One with a graph (``create_graph``) is multiplied, checked and replaced here instead, so that it
+    can be differentiated again.
     """
-    plain, with_graph = [], []
+    if not any(grad.requires_grad for grad in grads):
+        return grads
     for tensor in tensors:
-        grad = tensor.grad
-        if grad is not None:
-            if grad.requires_grad:
-                with_graph.append((tensor, grad))
-            else:
-                plain.append(grad)
-    return plain, with_graph
+        if tensor.grad is not None and tensor.grad.requires_grad:
+            tensor.grad = tensor.grad * factor
+            if flags is not None:
+                flags += check([tensor.grad])
+    return [grad for grad in grads if not grad.requires_grad]
 
 
 class UserCode:
@@ -115,12 +126,12 @@ def current() -> Pass | UserCode | None:
     return None
 
 
-@contextlib.contextmanager
-def _running(value: Pass | UserCode) -> Iterator[None]:
+def _run_in(value: Pass | UserCode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` while `value` is what runs, on this thread and on those of the engine."""
     before = current()
     torch._C._stash_obj_in_tls(_KEY, value)
     try:
-        yield
+        return function(*args, **kwargs)
     finally:
         if before is None:
             _forget(_KEY)
@@ -159,7 +170,8 @@ def engine_run_backward(original: Callable[..., Any], session: Session) -> Calla
                 accumulate_grad=accumulate_grad,
             )
 
-        with _autocast_off(session):
+        in_region = getattr(session.local, "region", None) is not None
+        with _autocast_off(session) if in_region else _NOTHING:
             if not session.scales or not session.active or _is_foreign():
                 return run(seeds)
             if accumulate_grad:
@@ -179,10 +191,9 @@ def _accumulate(
     running = _new_pass(session, roots, around)
     running.take(_leaves(session, roots, inputs))
     try:
-        with _running(running):
-            return run(running.to_scaled(seeds))
+        return _run_in(running, run, running.to_scaled(seeds))
     finally:
-        running.settle(list(running.leaves.values()))
+        running.settle()
         if running.flags:
             session.backwards.append((running.scale, any_of(running.flags)))
 
@@ -194,8 +205,7 @@ def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds:
         return run(seeds)
     running = _new_pass(session, roots, around)
     while True:
-        with _running(running):
-            grads = run(running.to_scaled(seeds), retain_graph=True)
+        grads = _run_in(running, run, running.to_scaled(seeds), retain_graph=True)
         flags = check([grad for grad in grads if grad is not None])
         if not flags or not any_of(flags).item() or float(running.scale) <= 1.0:
             return tuple(_unscaled(grad, running.inverse) for grad in grads)
@@ -212,9 +222,11 @@ def _unscaled(grad: torch.Tensor | None, inverse: torch.Tensor) -> torch.Tensor 
 def _new_pass(session: Session, roots: Any, around: UserCode | None) -> Pass:
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     scale = session.loss_scale.current(tensors[0].device if tensors else torch.device("cpu"))
-    if any(tensor.dtype is torch.float16 for tensor in tensors):
-        scale = scale.clamp(max=_HALF_SEED_LIMIT)
-    outer = around.outer if around is not None else None
+    for tensor in tensors:
+        if tensor.dtype is torch.float16:
+            scale = scale.clamp(max=_HALF_SEED_LIMIT)
+            break
+    outer = None if around is None else around.outer
     return Pass(scale, session.loss_scale.inverse(scale), outer)
 
 
@@ -248,12 +260,10 @@ def _node(root: Any) -> Any:
 
 def _is_foreign() -> bool:
     """Whether this run is not the script's own: transforms, compilers, CUDA graph capture."""
-    modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._get_dispatch_mode(modes.PROXY) is not None
-        or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and is_functionalizing())
         or (_cuda_is_up() and torch.cuda.is_current_stream_capturing())
     )
 
@@ -268,12 +278,14 @@ def _autocast_off(session: Session) -> Iterator[None]:
     Weights are about to change there: casts made so far are dropped, and the rest of that region
     makes fresh ones.
     """
-    device_type = getattr(session.local, "region", None)
-    if device_type is None or not torch.is_autocast_enabled(device_type):
+    device_type = session.local.region
+    if not torch.is_autocast_enabled(device_type):
         yield
         return
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
+    if torch.is_autocast_cache_enabled():
+        torch.set_autocast_cache_enabled(False)
+        session.local.uncached = True  # the region that ends puts it back
     torch.set_autocast_enabled(device_type, False)
     try:
         yield
@@ -305,11 +317,10 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
             running = current()
             if not isinstance(running, Pass):
                 return hook(parameter)
-            running.settle([parameter])
+            running.settle(parameter)
             if running.flags:
                 session.backwards.append((running.scale, any_of(running.flags)))
-            with _running(UserCode(running)):
-                return hook(parameter)
+            return _run_in(UserCode(running), hook, parameter)
 
         return original(self, settled)
 
@@ -346,9 +357,7 @@ def function_backward(original: Callable[..., Any], session: Session) -> Callabl
         running = current()
         if not isinstance(running, Pass) or _stays_scaled(self._forward_cls):
             return original(self, *args)
-        args = running.to_true(args)
-        with _running(UserCode(running)):
-            result = original(self, *args)
+        result = _run_in(UserCode(running), original, self, *running.to_true(args))
         return running.to_scaled(result)
 
     return apply
@@ -374,8 +383,7 @@ def _with_true_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(running, Pass):
             return hook(*args)
         true = running.to_true(args)
-        with _running(UserCode(running)):
-            result = hook(*true)
+        result = _run_in(UserCode(running), hook, *true)
         if (
             result is None
             and len(true) == 1

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 HALF = (torch.float16, torch.bfloat16)
+_ATOMS = (str, bytes, int, float, torch.nn.Module, type(None))
+_PLAIN = (torch.Tensor, *_ATOMS)
 
 
 def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
@@ -23,10 +24,15 @@ def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
     arguments) stay half; a tensor that stands in several places is cast once. A container that
     cannot be copied and changed is returned as it is: that is no reason for a call to fail.
     """
-    if isinstance(value, torch.Tensor) and value.dtype not in HALF:
-        return value
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in HALF:
+            return value
+        if all(isinstance(item, _PLAIN) and item is not value for item in came_in):
+            return value.float()
     try:
-        return _cast(value, {id(tensor): tensor for tensor in _half_tensors(came_in, set())})
+        stay: dict[int, Any] = {}
+        _note_half_tensors(came_in, stay, set())
+        return _cast(value, stay)
     except Exception:  # noqa: BLE001 - classes of the script run in here
         return value
 
@@ -79,13 +85,18 @@ def _contents(value: Any) -> list[tuple[tuple[bool, Any], Any]]:
     return [((False, k), v) for k, v in items] + [((True, k), v) for k, v in attributes]
 
 
-def _half_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _note_half_tensors(value: Any, found: dict[int, Any], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
         if value.dtype in HALF:
-            yield value
+            found[id(value)] = value
         return
-    if isinstance(value, (str, bytes, int, float)) or id(value) in seen:
+    if isinstance(value, _ATOMS) or id(value) in seen:
         return
     seen.add(id(value))
-    for item in value if isinstance(value, tuple) else [item for _, item in _contents(value)]:
-        yield from _half_tensors(item, seen)
+    items: Any = value
+    if isinstance(value, dict):
+        items = value.values()
+    elif not isinstance(value, (tuple, list)):
+        items = [item for _, item in _contents(value)]
+    for item in items:
+        _note_half_tensors(item, found, seen)

@@ -22,7 +22,9 @@ enter_nesting = torch.autocast_increment_nesting
 leave_nesting = torch.autocast_decrement_nesting
 # False, at the cost of one call; Dynamo knows it and reads True.
 is_compiling = torch.compiler.is_dynamo_compiling
-
+_current_graph_task_id = torch._C._current_graph_task_id
+_tracing_state = torch._C._get_tracing_state
+_open_modes = torch._C._len_torch_dispatch_stack
 
 _NONE: dict[str, Any] = {}
 
@@ -50,14 +52,17 @@ class Regions:
         (recomputation brings its context along), tracing and export (they see the float32 program),
         models that are half already.
         """
-        if not self.session.active or torch._C._current_graph_task_id() != -1 or _is_tracing():
+        session = self.session
+        if not session.active or _current_graph_task_id() != -1 or _is_tracing():
             return None
-        if tensor.dtype in HALF:
+        if tensor.dtype is not torch.float32 and tensor.dtype in HALF:
             self._note_half_model(tensor)
             return None
-        if tensor.device.type == "meta" or torch.is_autocast_enabled(tensor.device.type):
+        device_type = tensor.device.type
+        if device_type == "meta" or torch.is_autocast_enabled(device_type):
             return None
-        return self._decide(tensor.device)
+        decision = session.decisions.get(device_type)
+        return self._decide(tensor.device) if decision is None else decision.dtype
 
     def run(
         self,
@@ -65,35 +70,40 @@ class Regions:
         dtype: torch.dtype,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        kwargs: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call `function` in a region. The caller has counted the nesting up; it comes down here.
 
-        C-level switches instead of ``with torch.autocast``: 5 microseconds instead of 30.
+        The C-level switches of ``with torch.autocast``, without what it does around them. What is
+        as it should be already is not set, and not set back.
         """
         local = self.session.local
         previous = torch.get_autocast_dtype(device_type)
-        caches = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_enabled(device_type, True)
-            torch.set_autocast_dtype(device_type, dtype)
+            if previous is not dtype:
+                torch.set_autocast_dtype(device_type, dtype)
             local.region = device_type
             result = function(*args, **kwargs)
         finally:
             local.region = None
             torch.set_autocast_enabled(device_type, False)
-            torch.set_autocast_dtype(device_type, previous)
-            torch.set_autocast_cache_enabled(caches)
+            if previous is not dtype:
+                torch.set_autocast_dtype(device_type, previous)
             leave_nesting()
             torch.clear_autocast_cache()
+            if getattr(local, "uncached", False):
+                local.uncached = False
+                torch.set_autocast_cache_enabled(True)
         self.session.counts.regions += 1
         if self.session.policy.outputs == "keep":
             return result
-        return to_float32(result, (*args, kwargs))
+        return to_float32(result, (*args, *kwargs.values()))
 
     def _decide(self, device: torch.device) -> torch.dtype | None:
+        """The decision at the first region of a device, which is told to the loss scale too."""
         dtype = self.session.decide(device).dtype
-        if dtype is torch.float16 and not self.session.scales:
+        if dtype is torch.float16:
             self.session.start_scaling()
         return dtype
 
@@ -109,15 +119,15 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region."""
     regions = session.regions
 
-    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():
-            return _compiled_call(original, regions, self, args, kwargs)
+            return _compiled_call(original, regions, args, kwargs)
         if enter_nesting() == 1:
-            parameter = first_parameter(self)
+            parameter = first_parameter(args[0])
             if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
-                return regions.run(parameter.device.type, dtype, original, (self, *args), kwargs)
+                return regions.run(parameter.device.type, dtype, original, args, kwargs)
         leave_nesting()
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     return call
 
@@ -189,25 +199,21 @@ def exempted() -> Iterator[None]:
 
 
 def _compiled_call(
-    original: Callable[..., Any],
-    regions: Regions,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Any,
+    original: Callable[..., Any], regions: Regions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module call that Dynamo traces: the region becomes a part of the graph.
 
     Dynamo cannot see the nesting; autocast being on already is what tells an inner module from the
     outermost one.
     """
-    parameter = next(module.parameters(), None)
+    parameter = next(args[0].parameters(), None)
     if parameter is None or _is_exporting() or torch.is_autocast_enabled(parameter.device.type):
-        return original(module, *args, **kwargs)
+        return original(*args, **kwargs)
     word = regions.word_for_compiled(parameter.device.type)
     if word == "off" or parameter.dtype in HALF:
-        return original(module, *args, **kwargs)
+        return original(*args, **kwargs)
     with torch.autocast(parameter.device.type, TORCH_DTYPES[word]):
-        result = original(module, *args, **kwargs)
+        result = original(*args, **kwargs)
     if regions.session.policy.outputs == "keep":
         return result
     return torch.utils._pytree.tree_map_only(torch.Tensor, _tensor_to_float32, result)
@@ -217,13 +223,20 @@ def _tensor_to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _is_tracing() -> bool:
+def is_functionalizing() -> bool:
+    """Whether a compiler or `make_fx` is turning what runs here into a graph."""
     modes = torch._C._TorchDispatchModeKey
     return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(modes.PROXY) is not None
+        torch._C._get_dispatch_mode(modes.PROXY) is not None
         or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None
+    )
+
+
+def _is_tracing() -> bool:
+    return (
+        _tracing_state() is not None
         or _is_exporting()
+        or (_open_modes() > 0 and is_functionalizing())
     )
 
 

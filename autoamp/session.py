@@ -79,17 +79,18 @@ class Session:
     ledger: Ledger
     kernels: Kernels
     active: bool = True
+    may_scale: bool = field(init=False)
+    """Whether losses are scaled once FP16 is in use: by the policy, and by nobody else."""
     scales: bool = False
-    """Whether losses are scaled: from the first FP16 region on, unless the script scales them
-    itself.
-    """
+    """Whether FP16 is in use and losses are scaled."""
     scaler_owner: str = ""
     """Who scales losses instead of autoamp, empty if nobody does."""
     decisions: dict[str, Decision] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     backwards: Backwards = field(default_factory=Backwards)
     local: threading.local = field(default_factory=threading.local)
-    """Per thread: `region`, the device type of the open region or None."""
+    """Per thread: `region`, the device type of the open region or None; `uncached`, whether casts
+    are not kept for the rest of it."""
     stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
     regions: Regions = field(init=False)
@@ -108,10 +109,8 @@ class Session:
             self._announce(device.type, decision)
         return decision
 
-    @property
-    def may_scale(self) -> bool:
-        """Whether losses are scaled as soon as FP16 is in use."""
-        return self.policy.scales and not self.scaler_owner
+    def __post_init__(self) -> None:
+        self.may_scale = self.policy.scales
 
     def start_scaling(self) -> None:
         """Note that FP16 is in use."""
@@ -120,7 +119,7 @@ class Session:
     def leave_scaling_to(self, owner: str) -> None:
         """Stand aside for another loss scaler for the rest of the process; said once."""
         if not self.scaler_owner:
-            self.scaler_owner, self.scales = owner, False
+            self.scaler_owner, self.scales, self.may_scale = owner, False, False
             self.speech.notice(f"autoamp: loss scaling is left to {owner}")
 
     def retain(self, tensor: torch.Tensor) -> None:

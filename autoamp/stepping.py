@@ -23,32 +23,44 @@ STATE_KEY = "autoamp"
 """The one key that autoamp adds to ``optimizer.state_dict()``; plain PyTorch ignores it."""
 
 
+class _OpenGates(threading.local):
+    """Per thread: the optimizers whose gates are open."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+
+
 class Gates:
     """The gates of one session, and what each optimizer has seen of its backwards."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        self._local = threading.local()
+        self._local = _OpenGates()
         # Dynamo would trace into it. Nothing is loaded for this: making an optimizer loads Dynamo.
         self._eagerly = _disable_dynamo(functools.partial(self._pass_through))
 
     def gated(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step` of an optimizer class behind a gate; in ``super().step()`` only the outer acts."""
 
+        session, local = self.session, self._local
+
         @functools.wraps(step)
         def gate(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() and not self.session.may_scale:
+            if is_compiling() and not session.may_scale:
                 return step(optimizer, *args, **kwargs)
-            open_gates: set[int] = self._local.__dict__.setdefault("open", set())
-            if not self.session.active or id(optimizer) in open_gates:
+            if not session.active or id(optimizer) in local.ids:
                 return step(optimizer, *args, **kwargs)
-            open_gates.add(id(optimizer))
+            local.ids.add(id(optimizer))
             try:
-                return self._eagerly(step, optimizer, args, kwargs)
+                if session.may_scale:
+                    return self._eagerly(step, optimizer, args, kwargs)
+                result = step(optimizer, *args, **kwargs)
+                session.counts.steps += 1
+                return result
             finally:
-                open_gates.discard(id(optimizer))
-                if getattr(self.session.local, "region", None) is not None:
+                local.ids.discard(id(optimizer))
+                if getattr(session.local, "region", None) is not None:
                     torch.clear_autocast_cache()  # weights have changed inside an open region
 
         vars(gate)["__autoamp_gate__"] = step
@@ -63,7 +75,7 @@ class Gates:
     ) -> Any:
         session = self.session
         closure = args[0] if args else kwargs.get("closure")
-        if session.may_scale and callable(closure):
+        if callable(closure):
             return self._step_with_closure(step, optimizer, closure, args, kwargs)
         backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
         if not backwards:

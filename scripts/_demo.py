@@ -37,8 +37,8 @@ def main() -> int:
         times = (f"{full_time:.1f}", f"{lower_time:.1f}", f"{full_time / lower_time:.2f}x")
         print(ROW.format(name, metric, f"{full:.4g}", f"{lower:.4g}", *times), flush=True)
     print(
-        "Compared: the scripts in tests/scripts, unmodified, from one seed, without and with autoamp."
-        "\nSeconds are of the whole process, and very small models gain nothing.\n"
+        "Compared: tests/scripts, unmodified, from the same seed, without and with autoamp.\n"
+        "Seconds are of the whole process, and very small models gain nothing.\n"
         "For a script of your own: AUTO_MIXED_PRECISION=1 python train.py"
     )
     return 0
