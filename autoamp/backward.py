@@ -59,7 +59,7 @@ class Pass:
                 multiply_(grads, self.scale)
 
     def settle(self, tensor: torch.Tensor | None = None) -> None:
-        """Give this tensor its true gradient back, or all of them, and note whether it is finite."""
+        """Give this tensor its true gradient back, or all of them; note whether it is finite."""
         tensors = list(self.leaves.values())
         if tensor is not None:
             tensors = [self.leaves.pop(id(tensor))] if id(tensor) in self.leaves else []

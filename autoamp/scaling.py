@@ -33,6 +33,9 @@ class LossScale:
         self._state = {"scale": rule.init, "growth_tracker": 0, "skips_in_a_row": 0}
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._inverse: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._flags: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._good_steps = 0  # good steps that the tracker on the device does not know of yet
+        self._until_growth: int | None = rule.interval  # None: only the device knows
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -60,32 +63,53 @@ class LossScale:
         return self._inverse[1]
 
     def update(
-        self, found_inf: torch.Tensor, ran_with: torch.Tensor, skipped: torch.Tensor | None = None
+        self, found_inf: torch.Tensor | bool, ran_with: torch.Tensor, skipped: bool | None = None
     ) -> None:
         """The end of a gated step.
 
         Args:
-            found_inf: float32, not 0 where the optimizer's gradients are not finite.
+            found_inf: whether the optimizer's gradients are not finite; where the host does not
+                know, a float32 flag on the device, not 0 if so.
             ran_with: the scale of the backward that made them; back-off starts from there, so that
-                two losses that
-                overflow at one scale cost one halving.
-            skipped: not 0 where the step was not taken; `found_inf` unless given (a closure is
-                evaluated again).
+                two losses that overflow at one scale cost one halving.
+            skipped: whether the step was not taken; `found_inf` unless given (a closure that
+                overflows is evaluated again).
         """
-        scale = self.current(found_inf.device)
-        found_inf = found_inf.to(scale.device, non_blocking=True)
-        if self.rule.mode == "dynamic":
-            self._move(scale, found_inf, ran_with.to(scale.device, non_blocking=True))
+        scale = self.current(ran_with.device)
+        known = found_inf if isinstance(found_inf, bool) else None
+        if self.rule.mode == "dynamic" and not self._only_counts(known):
+            flag = self._flag(found_inf, scale.device)
+            self._move(scale, flag, ran_with.to(scale.device, non_blocking=True))
+            scale = self.current(scale.device)
+            # After a step that moves the scale, or may, torch's counter starts again at zero.
+            self._until_growth = None if known is None else self.rule.interval
         self._pending.append(
-            (found_inf if skipped is None else skipped, self.current(scale.device))
+            (self._flag(found_inf if skipped is None else skipped, scale.device), scale)
         )
         if len(self._pending) >= PENDING:
             self.read_back()
 
+    def _only_counts(self, known: bool | None) -> bool:
+        """A good step that the host knows of, growth not due: nothing to do on the device yet."""
+        if known is not False or self._until_growth is None or self.rule.hysteresis > 1:
+            return False
+        if self._until_growth <= 1:
+            return False
+        self._until_growth -= 1
+        self._good_steps += 1
+        return True
+
+    def _flag(self, value: torch.Tensor | bool, device: torch.device) -> torch.Tensor:
+        if not isinstance(value, bool):
+            return value.to(device, non_blocking=True)
+        if self._flags is None:
+            self._flags = torch.zeros((), device=device), torch.ones((), device=device)
+        return self._flags[value]
+
     def _move(self, scale: torch.Tensor, found_inf: torch.Tensor, ran_with: torch.Tensor) -> None:
         assert self._tensors is not None
         rule, (_, tracker, in_a_row) = self.rule, self._tensors
-        new, tracker = scale.clone(), tracker.clone()
+        new, tracker, self._good_steps = scale.clone(), tracker + self._good_steps, 0
         torch._amp_update_scale_(new, tracker, found_inf, rule.growth, rule.backoff, rule.interval)
         if ran_with is not scale:
             new = torch.where(found_inf > 0, torch.minimum(scale, ran_with * rule.backoff), new)
@@ -103,7 +127,7 @@ class LossScale:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        rows = torch.stack([torch.stack((skip.float(), scale)) for skip, scale in pending]).tolist()
+        rows = torch.stack([torch.stack(pair) for pair in pending]).tolist()
         for skip, scale in rows:
             self.skipped += skip > 0
             self.taken += skip == 0
@@ -119,16 +143,17 @@ class LossScale:
     def state(self) -> dict[str, float]:
         """What a checkpoint needs to go on as if nothing had happened: plain numbers."""
         if self._tensors is not None:
-            self._state = dict(
-                zip(self._state, (tensor.item() for tensor in self._tensors), strict=True)
-            )
+            scale, tracker, in_a_row = (tensor.item() for tensor in self._tensors)
+            tracker += self._good_steps
+            self._state = dict(zip(self._state, (scale, tracker, in_a_row), strict=True))
         return dict(self._state)
 
     def load(self, state: Mapping[str, float]) -> None:
         """Take over the `state` of a checkpoint; missing entries keep their present value."""
         self.read_back()
         self._state = {key: state.get(key, value) for key, value in self.state().items()}
-        self._tensors = None
+        self._tensors, self._good_steps = None, 0
+        self._until_growth = self.rule.interval - int(self._state["growth_tracker"])
         if self._state["scale"] != self.history[-1][1]:
             self.history.append([self.taken + self.skipped, self._state["scale"]])
 

@@ -88,7 +88,7 @@ class Gates:
         found_inf = self._overflow(optimizer, backwards)
         ran_with = _lowest_scale(backwards) if found_inf else backwards[-1][0]
         result = None if found_inf else step(optimizer, *args, **kwargs)
-        self.session.loss_scale.update(_flag(found_inf, ran_with.device), ran_with)
+        self.session.loss_scale.update(found_inf, ran_with)
         if found_inf:
             session.speech.info("autoamp: step skipped, its gradients are not finite")
         return result
@@ -161,8 +161,7 @@ class Gates:
         self._seen[optimizer] = session.backwards.count
         if ran_with:
             scale = (overflows or ran_with)[-1]
-            taken = _flag(False, scale.device)
-            session.loss_scale.update(_flag(bool(overflows), scale.device), scale, skipped=taken)
+            session.loss_scale.update(bool(overflows), scale, skipped=False)
         else:
             session.counts.steps += 1
         return result
@@ -237,10 +236,6 @@ def _check(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     with torch.no_grad():
         flags = unscale_(grads, torch.ones((), device=grads[0].device)) if grads else []
     return any_of(flags) if flags else torch.zeros(())
-
-
-def _flag(value: bool, device: torch.device) -> torch.Tensor:
-    return torch.full((), float(value), device=device)
 
 
 def _lowest_scale(backwards: list[Backward]) -> torch.Tensor:

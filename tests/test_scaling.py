@@ -15,13 +15,18 @@ from autoamp.scaling import LossScale
 CPU = torch.device("cpu")
 
 
-def moves(rule: LossScaleRule, overflows: str) -> list[float]:
-    """The scale after each step; in `overflows` an x is a step that overflows."""
+def moves(rule: LossScaleRule, overflows: str, host: str = "knows") -> list[float]:
+    """The scale after each step; in `overflows` an x is a step that overflows.
+
+    The host "knows" each outcome, or it "waits" for the device, or it does both by turns.
+    """
     scale = LossScale(rule)
     seen = []
-    for step in overflows:
-        current = scale.current(CPU)
-        scale.update(torch.tensor(float(step == "x")), current)
+    for index, step in enumerate(overflows):
+        found_inf: bool | torch.Tensor = step == "x"
+        if host == "waits" or (host == "both" and index % 3):
+            found_inf = torch.tensor(float(found_inf))
+        scale.update(found_inf, scale.current(CPU))
         seen.append(float(scale.current(CPU)))
     return seen
 
@@ -55,15 +60,17 @@ def grad_scaler_moves(rule: LossScaleRule, overflows: str) -> list[float]:
         LossScaleRule(init=1e-44, interval=5),  # reaches 0, as GradScaler does
     ],
 )
-def test_moves_as_grad_scaler_does(rule: LossScaleRule) -> None:
+@pytest.mark.parametrize("host", ["knows", "waits", "both"])
+def test_moves_as_grad_scaler_does(rule: LossScaleRule, host: str) -> None:
     overflows = "".join(random.Random(7).choices(".x", (3, 1), k=60))
-    assert moves(rule, overflows) == grad_scaler_moves(rule, overflows)
+    assert moves(rule, overflows, host) == grad_scaler_moves(rule, overflows)
 
 
-def test_hysteresis_backs_off_at_every_second_skip_in_a_row() -> None:
+@pytest.mark.parametrize("host", ["knows", "waits", "both"])
+def test_hysteresis_backs_off_at_every_second_skip_in_a_row(host: str) -> None:
     rule = LossScaleRule(init=1024.0, interval=100, hysteresis=2)
     #                            x     x    .    x    .    x    x    x    x
-    assert moves(rule, "xx.x.xxxx") == [1024, 512, 512, 512, 512, 512, 256, 256, 128]
+    assert moves(rule, "xx.x.xxxx", host) == [1024, 512, 512, 512, 512, 512, 256, 256, 128]
 
 
 def test_a_patient_skip_still_restarts_the_growth_interval() -> None:
@@ -103,6 +110,17 @@ def test_reading_back_happens_by_itself_before_memory_grows() -> None:
     for _ in range(scaling.PENDING):
         scale.update(torch.tensor(0.0), scale.current(CPU))
     assert scale.taken == scaling.PENDING
+
+
+def test_state_counts_good_steps_that_the_device_does_not_know_of_yet() -> None:
+    scale = LossScale(LossScaleRule(interval=5))
+    for _ in range(3):
+        scale.update(False, scale.current(CPU))
+    assert scale.state() == {"scale": 65536.0, "growth_tracker": 3, "skips_in_a_row": 0}
+    scale.load(scale.state())
+    for _ in range(2):
+        scale.update(False, scale.current(CPU))
+    assert scale.state() == {"scale": 131072.0, "growth_tracker": 0, "skips_in_a_row": 0}
 
 
 def test_state_goes_round_and_continues_in_the_middle_of_an_interval() -> None:
