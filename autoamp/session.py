@@ -54,7 +54,7 @@ class Backwards:
         """Those after the first `mark`. Where some are forgotten, one counts as overflowed."""
         new = self.count - mark
         if new <= len(self._kept):
-            return list(self._kept)[len(self._kept) - new :]
+            return [self._kept[index] for index in range(-new, 0)]
         scale, flag = self._kept[0]
         return [(scale, torch.ones_like(flag)), *self._kept]
 

@@ -23,6 +23,20 @@ STATE_KEY = "autoamp"
 """The one key that autoamp adds to ``optimizer.state_dict()``; plain PyTorch ignores it."""
 
 
+def _unknown() -> object:
+    return ...
+
+
+_frame_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", _unknown
+)
+
+
+def _dynamo_is_off() -> bool:
+    """Whether frames called from here are certain not to be compiled."""
+    return _frame_callback() is None
+
+
 class _OpenGates(threading.local):
     """Per thread: the optimizers whose gates are open."""
 
@@ -54,7 +68,8 @@ class Gates:
             local.ids.add(id(optimizer))
             try:
                 if session.may_scale:
-                    return self._eagerly(step, optimizer, args, kwargs)
+                    run = self._pass_through if _dynamo_is_off() else self._eagerly
+                    return run(step, optimizer, args, kwargs)
                 result = step(optimizer, *args, **kwargs)
                 session.counts.steps += 1
                 return result

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 import autoamp
 from autoamp.devices import cpu_has_bfloat16_arithmetic
 
-SECONDS = 0.05
+SECONDS = 0.1
 """How long a sample lasts at least."""
 HAND, AGAIN = "hand-written", "hand-written again"
 
@@ -129,7 +129,7 @@ class Training:
         with self._switched():
             gc.collect()
             gc.disable()
-            warm_up = max(1, self.steps // 2)
+            warm_up = self.steps
             losses = self._losses(warm_up + self.steps)
             for _ in range(warm_up):
                 next(losses)
