@@ -91,3 +91,47 @@ def test_dynamo_imported_before_activation_makes_no_difference(run_python) -> No
         SCRIPT, "aot_eager", "bfloat16", "dynamo first", AUTO_MIXED_PRECISION_DTYPE="bfloat16"
     )
     assert result.stdout == "same\n", result.stderr
+
+
+COMPILED_STEP = """
+import sys
+import torch
+from torch import nn
+import autoamp
+
+
+def train(compiled):
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 4), torch.ones(2, 4)
+    optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1))
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+    for _ in range(12):
+        optimizer.zero_grad()
+        net(x).pow(2).mean().backward()
+        step()
+    return net.weight.detach()
+
+
+eager = train(False)
+scale = autoamp.status()["loss_scale"]
+autoamp.disable()
+autoamp.enable(sys.argv[1])
+torch.testing.assert_close(train(True), eager)
+print(autoamp.status()["loss_scale"] == scale, scale["mode"])
+"""
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [("float16", "dynamic"), ("bfloat16", "off")])
+def test_a_compiled_optimizer_step_is_gated_like_an_eager_one(
+    run_python, tmp_path, dtype, mode
+) -> None:
+    """At this scale the first steps overflow."""
+    policy = tmp_path / "high.yaml"
+    policy.write_text("extends: torch\nloss_scale: {init: 16777216}\n")
+    result = run_python(
+        COMPILED_STEP,
+        str(policy),
+        AUTO_MIXED_PRECISION=str(policy),
+        AUTO_MIXED_PRECISION_DTYPE=dtype,
+    )
+    assert result.stdout == f"True {mode}\n", result.stderr

@@ -363,3 +363,16 @@ def test_plain_checkpoints_load_and_leave_the_scale_alone(mixed: Mixed) -> None:
     optimizer.load_state_dict(state)
     assert session.loss_scale.state()["scale"] == 512.0
     assert "autoamp" not in state
+
+
+def test_info_logs_each_skipped_step(mixed: Mixed, capfd: pytest.CaptureFixture[str]) -> None:
+    session = mixed(LOG="info")
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scale in (1e30, 1024.0):
+        session.loss_scale.load({"scale": scale})
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[1:] == ["autoamp: step skipped, its gradients are not finite"]
