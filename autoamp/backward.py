@@ -10,7 +10,6 @@ them.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,7 +125,7 @@ def current() -> Pass | UserCode | None:
     return None
 
 
-def _run_in(value: Pass | UserCode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_in(value: Pass | UserCode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` while `value` is what runs, on this thread and on those of the engine."""
     before = current()
     torch._C._stash_obj_in_tls(_KEY, value)
@@ -191,7 +190,7 @@ def _accumulate(
     running = _new_pass(session, roots, around)
     running.take(_leaves(session, roots, inputs))
     try:
-        return _run_in(running, run, running.to_scaled(seeds))
+        return run_in(running, run, running.to_scaled(seeds))
     finally:
         running.settle()
         if running.flags:
@@ -205,7 +204,7 @@ def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds:
         return run(seeds)
     running = _new_pass(session, roots, around)
     while True:
-        grads = _run_in(running, run, running.to_scaled(seeds), retain_graph=True)
+        grads = run_in(running, run, running.to_scaled(seeds), retain_graph=True)
         flags = check([grad for grad in grads if grad is not None])
         if not flags or not any_of(flags).item() or float(running.scale) <= 1.0:
             return tuple(_unscaled(grad, running.inverse) for grad in grads)
@@ -291,124 +290,3 @@ def _autocast_off(session: Session) -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled(device_type, True)
-
-
-# The doors, where gradients pass from torch to user code and back.
-
-
-def tensor_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Tensor.register_hook`: true gradients in; what comes back, or was edited, is scaled."""
-
-    def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return original(self, _with_true_gradients(hook))
-
-    return register_hook
-
-
-def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Tensor.register_post_accumulate_grad_hook`: the parameter is unscaled by then."""
-
-    def register_post_accumulate_grad_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        if is_torchs_own(hook):
-            return original(self, hook)
-
-        @_named_after(hook)
-        def settled(parameter: torch.Tensor) -> Any:
-            running = current()
-            if not isinstance(running, Pass):
-                return hook(parameter)
-            running.settle(parameter)
-            if running.flags:
-                session.backwards.append((running.scale, any_of(running.flags)))
-            return _run_in(UserCode(running), hook, parameter)
-
-        return original(self, settled)
-
-    return register_post_accumulate_grad_hook
-
-
-def module_backward_hooks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Module._get_backward_hooks`: the (full, non-full) hooks of one call, in true units."""
-
-    def _get_backward_hooks(self: torch.nn.Module) -> Any:
-        full, non_full = original(self)
-        return [_with_true_gradients(h) for h in full], [_with_true_gradients(h) for h in non_full]
-
-    return _get_backward_hooks
-
-
-def module_backward_pre_hooks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Module._get_backward_pre_hooks`: likewise."""
-
-    def _get_backward_pre_hooks(self: torch.nn.Module) -> Any:
-        return [_with_true_gradients(hook) for hook in original(self)]
-
-    return _get_backward_pre_hooks
-
-
-def function_backward(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The ``backward`` of a custom `autograd.Function`: true gradients in, its result scaled.
-
-    torch's own Functions and those that declare ``custom_fwd`` stay in scaled units, as in
-    hand-written mixed precision.
-    """
-
-    def apply(self: Any, *args: Any) -> Any:
-        running = current()
-        if not isinstance(running, Pass) or _stays_scaled(self._forward_cls):
-            return original(self, *args)
-        result = _run_in(UserCode(running), original, self, *running.to_true(args))
-        return running.to_scaled(result)
-
-    return apply
-
-
-def retain_grad(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Tensor.retain_grad`: remember, weakly, that this tensor's ``.grad`` will be written too."""
-
-    def retain_grad(self: torch.Tensor) -> None:
-        original(self)
-        session.retain(self)
-
-    return retain_grad
-
-
-def _with_true_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
-    if is_torchs_own(hook):
-        return hook
-
-    @_named_after(hook)
-    def in_true_units(*args: Any) -> Any:
-        running = current()
-        if not isinstance(running, Pass):
-            return hook(*args)
-        true = running.to_true(args)
-        result = _run_in(UserCode(running), hook, *true)
-        if (
-            result is None
-            and len(true) == 1
-            and isinstance(true[0], torch.Tensor)
-            and true[0]._version
-        ):
-            result = true[0]
-        like = args[0] if len(args) == 1 else args[1]  # a tensor's hook, or (module, gradients, …)
-        return running.to_scaled(result, like)
-
-    return in_true_units
-
-
-def _named_after(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return functools.wraps(hook, updated=())
-
-
-def is_torchs_own(function: Any) -> bool:
-    """Whether a hook or class was defined by torch itself, which works in scaled units."""
-    module = getattr(function, "__module__", None) or ""
-    return module == "torch" or module.startswith("torch.")
-
-
-def _stays_scaled(function: type) -> bool:
-    if is_torchs_own(function):
-        return True
-    code = getattr(getattr(function, "forward", None), "__code__", None)
-    return code is not None and code.co_filename == torch.amp.autocast_mode.__file__

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from . import backward, region, stepping
+from . import backward, hooks, region, stepping
 from .patching import Patch
 from .session import Session
 
@@ -91,44 +91,44 @@ PATCHES = (
     ),
     Patch(
         "torch:Tensor.register_hook",
-        backward.tensor_hook,
+        hooks.tensor_hook,
         "hooks see true gradients",
         when=scales,
     ),
     Patch(
         "torch:Tensor.register_post_accumulate_grad_hook",
-        backward.post_accumulate_hook,
+        hooks.post_accumulate_hook,
         "hooks see true gradients",
         when=scales,
     ),
     Patch(
         "torch.nn:Module._get_backward_hooks",
-        backward.module_backward_hooks,
+        hooks.module_backward_hooks,
         "module hooks see true gradients",
         when=scales,
     ),
     Patch(
         "torch.nn:Module._get_backward_pre_hooks",
-        backward.module_backward_pre_hooks,
+        hooks.module_backward_pre_hooks,
         "module hooks see true gradients",
         when=scales,
     ),
     Patch(
         "torch.autograd.function:BackwardCFunction.apply",
-        backward.function_backward,
+        hooks.function_backward,
         "custom Functions see true gradients",
         when=scales,
     ),
     Patch(
         "torch.autograd.function:BackwardCFunction.apply_boxed",
-        backward.function_backward,
+        hooks.function_backward,
         "custom Functions see true gradients",
         when=scales,
         optional=True,
     ),
     Patch(
         "torch:Tensor.retain_grad",
-        backward.retain_grad,
+        hooks.retain_grad,
         "gradients that non-leaf tensors keep are unscaled too",
         when=scales,
     ),

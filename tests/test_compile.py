@@ -116,7 +116,9 @@ eager = train(False)
 scale = autoamp.status()["loss_scale"]
 autoamp.disable()
 autoamp.enable(sys.argv[1])
-torch.testing.assert_close(train(True), eager)
+# In BF16 the step is compiled, and Adam rounds differently there; in FP16 it runs eagerly.
+tolerance = 0.0 if scale["mode"] == "dynamic" else 2e-3
+torch.testing.assert_close(train(True), eager, rtol=0.0, atol=tolerance)
 print(autoamp.status()["loss_scale"] == scale, scale["mode"])
 """
 
