@@ -34,13 +34,7 @@ def describe(session: Session) -> dict[str, Any]:
         "policy": {"name": session.policy.name, "source": session.policy.source},
         "devices": {name: {"dtype": d.word, "why": d.why} for name, d in session.decisions.items()},
         "regions": session.counts.regions,
-        "loss_scale": {
-            "mode": scale.rule.mode if session.scales else "off",
-            "initial": scale.history[0][1],
-            "final": scale.history[-1][1],
-            "history": scale.history,
-            "owner": session.scaler_owner or "autoamp",
-        },
+        "loss_scale": _loss_scale(session),
         "steps": {"taken": session.counts.steps + scale.taken, "skipped": scale.skipped},
         "patches": [
             {"target": e.target, "outcome": e.outcome, "why": e.why} for e in session.ledger.entries
@@ -64,11 +58,27 @@ def describe_inactive(reason: str, door: str | None) -> dict[str, Any]:
         "policy": {"name": None, "source": None},
         "devices": {},
         "regions": 0,
-        "loss_scale": {"mode": "off", "initial": None, "final": None, "history": [], "owner": None},
+        "loss_scale": dict(_NO_LOSS_SCALE),
         "steps": {"taken": 0, "skipped": 0},
         "patches": [],
         "replaced_since": [],
         "kernels": [],
+    }
+
+
+_NO_LOSS_SCALE = {"mode": "off", "initial": None, "final": None, "history": [], "owner": None}
+
+
+def _loss_scale(session: Session) -> dict[str, Any]:
+    if not session.scales:
+        return {**_NO_LOSS_SCALE, "owner": session.scaler_owner or None}
+    scale = session.loss_scale
+    return {
+        "mode": scale.rule.mode,
+        "initial": scale.history[0][1],
+        "final": scale.history[-1][1],
+        "history": scale.history,
+        "owner": "autoamp",
     }
 
 
