@@ -66,7 +66,13 @@ def describe_inactive(reason: str, door: str | None) -> dict[str, Any]:
     }
 
 
-_NO_LOSS_SCALE = {"mode": "off", "initial": None, "final": None, "history": [], "owner": None}
+_NO_LOSS_SCALE: dict[str, Any] = {
+    "mode": "off",
+    "initial": None,
+    "final": None,
+    "history": [],
+    "owner": None,
+}
 
 
 def _loss_scale(session: Session) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def _first_step_needs_the_host(optimizer: Any) -> bool:
     """Fused SGD skips its first step on the device by leaving momentum buffers uninitialised."""
     return any(
         group.get("momentum")
-        and any("momentum_buffer" not in optimizer.state[p] for p in group["params"])
+        and any("momentum_buffer" not in optimizer.state.get(p, ()) for p in group["params"])
         for group in optimizer.param_groups
     )
 
