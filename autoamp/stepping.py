@@ -263,13 +263,19 @@ def _first_step_needs_the_host(optimizer: Any) -> bool:
     """Fused SGD skips its first step on the device by leaving momentum buffers uninitialised."""
     return any(
         group.get("momentum")
-        and any("momentum_buffer" not in optimizer.state.get(p, ()) for p in group["params"])
+        and any(
+            p.grad is not None and "momentum_buffer" not in optimizer.state.get(p, ())
+            for p in group["params"]
+        )
         for group in optimizer.param_groups
     )
 
 
+_cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
+
+
 def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if _cuda_is_up() else []
 
 
 def _restore_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
