@@ -330,3 +330,41 @@ def test_metrics_computed_on_outputs_accumulate_in_float32(mixed: Mixed) -> None
         total = total + (probe(x4())[0, 0] * 0 + 1).detach()
         probe.seen.clear()
     assert float(total) == 5000.0
+
+
+def test_modules_called_from_inside_the_engine_open_no_region(mixed: Mixed) -> None:
+    session = mixed(dtype="bfloat16")
+    probe = Probe()
+    leaf = torch.ones(2, requires_grad=True)
+
+    def call_a_model(grad: torch.Tensor) -> None:
+        probe(x4())
+
+    leaf.register_hook(call_a_model)
+    leaf.sum().backward()
+    assert probe.seen == [torch.float32]
+    assert session.counts.regions == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_edited_by_hand_after_a_backward_in_a_region_are_seen_there(
+    mixed: Mixed, dtype: str
+) -> None:
+    """No optimizer steps here: only the backward tells that weights are about to change."""
+    seen: list[float] = []
+
+    class Outer(Probe):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                out = super().forward(x)
+                seen.append(out.float().abs().sum().item())
+                out.float().pow(2).sum().backward()
+                with torch.no_grad():
+                    self.layer.weight.mul_(0.5)
+                    self.layer.bias.data.mul_(0.5)
+            return out
+
+    mixed(dtype=dtype)
+    Outer()(x4())
+    assert seen == pytest.approx([seen[0], seen[0] / 2, seen[0] / 4], rel=1e-2)
+    assert torch.is_autocast_cache_enabled()
