@@ -10,14 +10,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from autoamp.api import off, status
     from autoamp.bootstrap import disable, enable
-    from autoamp.errors import AutoampError, PatchError, PolicyError, ScalingError, SettingsError
+    from autoamp.errors import AutoampError, PatchError, PolicyError, SettingsError
 
 __version__ = "0.1.0"
 __all__ = [
     "AutoampError",
     "PatchError",
     "PolicyError",
-    "ScalingError",
     "SettingsError",
     "__version__",
     "disable",
@@ -34,7 +33,6 @@ _HOMES = {
     "AutoampError": "autoamp.errors",
     "PatchError": "autoamp.errors",
     "PolicyError": "autoamp.errors",
-    "ScalingError": "autoamp.errors",
     "SettingsError": "autoamp.errors",
 }
 

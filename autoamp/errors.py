@@ -18,7 +18,3 @@ class PolicyError(AutoampError):
 
 class PatchError(AutoampError):
     """This torch cannot be patched; it is as it was before."""
-
-
-class ScalingError(AutoampError):
-    """The loss scale cannot be used as asked."""

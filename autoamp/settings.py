@@ -16,10 +16,10 @@ from typing import Any
 from .bootstrap import OFF, ON
 from .errors import SettingsError
 from .policy import SCALES
+from .speech import LEVELS
 
 SWITCH = "AUTO_MIXED_PRECISION"
 DTYPES = ("float16", "bfloat16")
-LOG_LEVELS = ("quiet", "notice", "info", "debug")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
     "POLICY": str,
     "DTYPE": _one_of(*DTYPES),
     "LOSS_SCALE": _loss_scale,
-    "LOG": _one_of(*LOG_LEVELS),
+    "LOG": _one_of(*LEVELS),
     "REPORT": str,
     "STRICT": _flag,
     "ONLY": _globs,
