@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 DEVICES = ("cuda", "cpu", "xpu", "mps")
 PRECISIONS = ("float16", "bfloat16", "off")
 OUTPUTS = ("float32", "keep")
 MODES = ("dynamic", "static", "off")
+BASES = ("device", "cuda", "none")
+"""Whose op lists a policy starts from: torch's for the device, torch's for CUDA, or nobody's."""
+LISTS = ("lower", "float32", "widest")
+"""What can be said of an op; an op in no list runs in the dtypes it is given."""
+OPERANDS = ("any", "parameter")
+MODULE_PRECISIONS = ("float32", "lower", "float16", "bfloat16")
 SCALES = (2.0**-126, 2.0**126)
 """The loss scales that float32 can hold, and whose inverse it can hold."""
 
@@ -36,6 +43,48 @@ class LossScaleRule:
 
 
 @dataclass(frozen=True, slots=True)
+class OpRule:
+    """One op put into a list of `LISTS`, or taken out of one; later rules win over earlier ones.
+
+    `op` is spelled as in the table of `opnames`. `when` holds argument values, all of which a call
+    must have. `leaves` is set where the op was removed from that list: what was in it is then in
+    none. `origin` is ``file:line:column``, or the variable that said it.
+    """
+
+    op: str
+    into: str
+    origin: str
+    when: tuple[tuple[str, Any], ...] = ()
+    leaves: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """The precision of some modules, told by qualified name (`name`, a glob, or `regex`) or class.
+
+    It holds from step `first` until before step `last`; steps are an optimizer's, skipped ones
+    included.
+    """
+
+    precision: str
+    origin: str
+    name: str = ""
+    regex: str = ""
+    type: str = ""
+    first: int = 0
+    last: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRule:
+    """Parameters, by qualified name, whose ops stay float32 (Paddle's ``custom_black_varnames``)."""
+
+    origin: str
+    name: str = ""
+    regex: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """All that one policy decides; `name` is how it was asked for, `source` its file.
 
@@ -50,13 +99,27 @@ class Policy:
             zip(DEVICES, ("float16", "bfloat16", "bfloat16", "float16"), strict=True)
         )
     )
+    base: Mapping[str, str] = field(
+        default_factory=lambda: {"float16": "device", "bfloat16": "device"}
+    )
+    """By lower precision dtype, the word of `BASES` for the lists that `ops` starts from."""
+    ops: tuple[OpRule, ...] = ()
+    lower_operands: str = "any"
+    """Which calls of the ops in `lower` run in lower precision: any, or those with a parameter
+    among the operands; the others run in float32."""
+    lower_outputs: str = "keep"
+    """What becomes of the results of those: kept in lower precision, or cast to float32."""
+    modules: tuple[ModuleRule, ...] = ()
+    """The first one that matches a module wins."""
+    parameters: tuple[ParameterRule, ...] = ()
     outputs: str = "float32"
     loss_scale: LossScaleRule = LossScaleRule()
 
     @property
     def scales(self) -> bool:
         """Whether any device may run in FP16, the only precision whose losses need scaling."""
-        return self.loss_scale.mode != "off" and "float16" in self.devices.values()
+        asked = (*self.devices.values(), *(rule.precision for rule in self.modules))
+        return self.loss_scale.mode != "off" and "float16" in asked
 
     def forced(self, dtype: str | None, loss_scale: str | float | None) -> Policy:
         """This policy with ``AUTO_MIXED_PRECISION_DTYPE`` and ``_LOSS_SCALE`` put over it."""
