@@ -12,9 +12,9 @@ from . import requirements
 requirements.check_torch()
 
 # ruff: noqa: E402 - what follows needs a torch that is not too old
-from . import bootstrap, fixups, policyfile, region, report, settings, stepping
+from . import bootstrap, plan, policyfile, region, report, settings, stepping
 from .errors import AutoampError
-from .kernels import Kernels
+from .kernels import Kernels, Local
 from .patches import PATCHES
 from .patching import Ledger
 from .policy import Policy
@@ -76,13 +76,21 @@ def _policy(asked: settings.Settings, reference: str | None) -> Policy:
 
 
 def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
+    local = Local()
     opened = Session(
-        asked, policy, door, Speech(asked.log), LossScale(policy.loss_scale), Ledger(), Kernels()
+        asked,
+        policy,
+        door,
+        Speech(asked.log),
+        LossScale(policy.loss_scale),
+        Ledger(),
+        Kernels(local),
+        local,
     )
+    plan.check(policy)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:
-        opened.kernels.register(fixups.kernels_for(policy))
         opened.ledger.apply(PATCHES, policy, opened)
         for optimizer in stepping.hooked_classes():
             opened.ledger.replace(optimizer, "step", opened.gates.gated(vars(optimizer)["step"]))

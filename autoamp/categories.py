@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LOWER, FLOAT32, WIDEST, REFUSED = "lower", "float32", "widest", "refused"
-"""What autocast does to an op: its operands cast to the lower precision, to float32, to the widest
-of theirs; or an error is raised. An op without a kernel of its own there is in no list."""
+LOWER, FLOAT32, WIDEST, REFUSED, AS_GIVEN = "lower", "float32", "widest", "refused", ""
+"""What autocast does to an op: its operands are cast to the lower precision, to float32, to the
+widest of theirs; an error is raised; or, for ops in no list, nothing."""
 
 
 @functools.cache
 def torchs_lists(device_type: str) -> Mapping[str, str]:
-    """``{overload: list}`` of every aten op with an autocast kernel, like ``addmm`` or ``pow.Scalar``.
+    """``{overload: list}`` of every aten op with an autocast kernel (``addmm``, ``pow.Scalar``).
 
     Where the machine has no such device fake tensors stand for it. Kernels that autoamp has put in
     are not told from torch's own: ask before there are any.
@@ -54,11 +54,11 @@ class _Stop(Exception):  # noqa: N818 - a way out, not an error
     """Enough has been seen."""
 
 
-class _FirstEvent(TorchDispatchMode):
+class _FirstEvent(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the first thing that happens below an autocast kernel, and stops there."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cast_to: torch.dtype | None = None
         self.sets_dtype = False
 
@@ -169,4 +169,4 @@ def _device(device_type: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()  # type: ignore[no-untyped-call]
+    return FakeTensorMode()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernels import Kernel, in_float32
-from .policy import Policy
+from .categories import FLOAT32
+from .kernels import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def _half_lstm_is_missing() -> bool:
     return False
 
 
-_LSTM = "oneDNN has no float16 LSTM for this CPU: the whole layer runs in float32"
+_LSTM = "fix-up: oneDNN has no float16 LSTM for this CPU, the whole layer runs in float32"
 
 FIXUPS = (
     Fixup(
@@ -41,18 +41,18 @@ FIXUPS = (
         "float16",
         _half_lstm_is_missing,
         (
-            Kernel("lstm.input", "cpu", in_float32, _LSTM),
-            Kernel("lstm.data", "cpu", in_float32, _LSTM),
+            Kernel("lstm.input", "cpu", FLOAT32, _LSTM),
+            Kernel("lstm.data", "cpu", FLOAT32, _LSTM),
         ),
     ),
 )
 
 
-def kernels_for(policy: Policy) -> list[Kernel]:
-    """The kernels that `policy` needs in this torch."""
+def kernels_for(device_type: str, dtype: str) -> list[Kernel]:
+    """The kernels that regions in `dtype` on a device need in this torch."""
     return [
         kernel
         for fixup in FIXUPS
-        if policy.devices.get(fixup.device) == fixup.dtype and fixup.breaks()
+        if (fixup.device, fixup.dtype) == (device_type, dtype) and fixup.breaks()
         for kernel in fixup.kernels
     ]

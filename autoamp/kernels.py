@@ -1,78 +1,336 @@
-"""Kernels of our own on torch's Autocast dispatch keys, put in and taken out.
+"""Kernels of our own on torch's Autocast dispatch keys: made, put in, and taken out.
 
 A kernel there is found by every spelling of an op (function, method, module, TorchScript, names
-imported early) and acts only while autocast is on.
+imported early). It acts inside autoamp's regions; in a script's own `torch.autocast` contexts it
+does what torch's kernel does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from .categories import AS_GIVEN, FLOAT32, LOWER, REFUSED, WIDEST, autocast_key, overload
+
+Operands = Callable[[torch.Tensor], bool]
+"""Whether a tensor among the operands of a call is one that a rule speaks of."""
+
+
+class Local(threading.local):
+    """What one thread is doing: the device type of its open region, or None, and whether casts of
+    weights are not kept for the rest of it."""
+
+    region: Any = None
+    uncached: bool = False
+
+
+Values = tuple[tuple[int, str, Any, Any], ...]
+"""Values that arguments must have: (position, name, default, value)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A list for the calls whose arguments have these values."""
+
+    category: str
+    values: Values
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One overload of an aten op on one device; `factory` takes (op, dispatch key)."""
+    """How one overload of an aten op runs on one device, and who says so.
+
+    `torchs` is what torch's own kernel does. Calls that meet a condition run as that says (the last
+    one wins). A call in list `lower` for which `only_with` finds no operand, or `never_with` finds
+    one, runs in float32. With `float32_results` the results of `lower` are cast to float32.
+    """
 
     op: str
     device: str
-    factory: Callable[[Any, torch._C.DispatchKey], Callable[..., Any]]
+    category: str
     why: str
+    torchs: str = AS_GIVEN
+    conditions: tuple[Condition, ...] = ()
+    only_with: Operands | None = field(default=None, compare=False)
+    never_with: Operands | None = field(default=None, compare=False)
+    float32_results: bool = False
 
 
 class Kernels:
     """The kernels in force; `remove` leaves the dispatcher as it was."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: Local) -> None:
         self.registered: list[Kernel] = []
+        self._local = local
         self._libraries: list[Any] = []
+        self._cache_tag: str | None = None
 
     def register(self, kernels: Iterable[Kernel]) -> None:
         """Put kernels in. torch warns once a process of an override: not the script's business."""
+        kernels = list(kernels)
+        if not kernels:
+            return
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._libraries.append(library)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for kernel in kernels:
-                key = getattr(torch._C.DispatchKey, f"Autocast{kernel.device.upper()}")
                 library.impl(
                     kernel.op,
-                    kernel.factory(_overload(kernel.op), key),
-                    f"Autocast{kernel.device.upper()}",
+                    implementation(kernel, self._local),
+                    autocast_key(kernel.device),
+                    with_keyset=True,
                 )
                 self.registered.append(kernel)
+        self._tag_compiled_code()
 
     def remove(self) -> None:
         """Take all of them out again."""
         while self._libraries:
             self._libraries.pop()._destroy()
         self.registered.clear()
+        if self._cache_tag is not None:
+            torch.compiler.config.cache_key_tag = self._cache_tag
+            self._cache_tag = None
+
+    def _tag_compiled_code(self) -> None:
+        """Let torch.compile's caches on disk tell code traced with these kernels from other code.
+
+        Their keys hold the autocast dtype, not the kernels on its dispatch key.
+        """
+        config: Any = getattr(torch.compiler, "config", None)
+        if hasattr(config, "cache_key_tag"):
+            if self._cache_tag is None:
+                self._cache_tag = config.cache_key_tag
+            said = repr([(k.op, k.device, k.category, k.conditions) for k in self.registered])
+            digest = hashlib.sha256(said.encode()).hexdigest()[:16]
+            config.cache_key_tag = f"{self._cache_tag}autoamp-{digest}"
 
 
-def in_float32(op: Any, key: torch._C.DispatchKey) -> Callable[..., Any]:
-    """A kernel that casts half tensors to float32 and runs the op, all of it, without autocast."""
+def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
+    """The function behind a kernel: ``f(keyset, *args, **kwargs)``."""
+    torchs = _call(kernel, kernel.torchs, is_torchs=True)
+    ours = _call(kernel, kernel.category)
+    if kernel.only_with is not None or kernel.never_with is not None:
+        ours = _by_operands(kernel, ours, _call(kernel, FLOAT32))
+    if kernel.conditions:
+        choices = [(c.values, _call(kernel, c.category)) for c in reversed(kernel.conditions)]
+        ours = _by_values(choices, ours)
+    is_cached = torch.is_autocast_cache_enabled
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return op(*_float32(args), **_float32(kwargs))
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # A region that torch.compile has traced keeps no casts: that alone tells it from others.
+        if local.region is None and is_cached():
+            return torchs(keyset, args, kwargs)
+        return ours(keyset, args, kwargs)
 
-    return kernel
+    return run
 
 
-def _float32(value: Any) -> Any:
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A call of an op: (keyset, args, kwargs)."""
+
+
+def _call(kernel: Kernel, category: str, is_torchs: bool = False) -> Call:
+    """How the op is called in one list."""
+    op, key = overload(kernel.op), getattr(torch._C.DispatchKey, autocast_key(kernel.device))
+    if category == AS_GIVEN:
+        below = torch._C._dispatch_keyset_full_after(key)
+
+        def as_given(keyset: Any, args: Any, kwargs: Any) -> Any:
+            # As if there were no kernel: what the op calls still meets autocast.
+            return op.redispatch(keyset & below, *args, **kwargs)
+
+        return as_given
+    if category == REFUSED:
+
+        def refused(keyset: Any, args: Any, kwargs: Any) -> Any:
+            raise RuntimeError(
+                f"torch.autocast refuses {kernel.op} on {kernel.device}: its result leaves the "
+                "range of half precision; use the form that takes logits, or float32."
+            )
+
+        return refused
+    find_dtype = _DTYPES[category](op, kernel.device)
+    written = [
+        a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if any(a.kwarg_only for a in written):
+        invoke = _into_out(op, kernel.device, [a.name for a in written])
+    elif written and op._schema.arguments[0].name == written[0].name:
+        invoke = _in_place(op, kernel.device)
+    else:
+        to_float32 = kernel.float32_results and category == LOWER and not is_torchs
+        invoke = _plain(op, kernel.device, to_float32)
+    excluded = torch._C.DispatchKeySet(key)
+    guard = torch._C._ExcludeDispatchKeyGuard
+
+    def cast_call(keyset: Any, args: Any, kwargs: Any) -> Any:
+        dtype = find_dtype(args, kwargs)
+        with guard(excluded):
+            return op(*args, **kwargs) if dtype is None else invoke(dtype, args, kwargs)
+
+    return cast_call
+
+
+FindDtype = Callable[[tuple[Any, ...], dict[str, Any]], "torch.dtype | None"]
+"""The dtype that the operands of a call are cast to; None: they are left as they are."""
+
+
+def _lower_dtype(op: Any, device: str) -> FindDtype:
+    lower = torch.get_autocast_dtype
+    return _unless_asked(op, lambda args, kwargs: lower(device))
+
+
+def _float32_dtype(op: Any, device: str) -> FindDtype:
+    return _unless_asked(op, lambda args, kwargs: torch.float32)
+
+
+def _unless_asked(op: Any, find: FindDtype) -> FindDtype:
+    """As torch has it: where the caller names a dtype, it wins."""
+    names = [argument.name for argument in op._schema.arguments]
+    name = next((name for name in ("dtype", "out_dtype") if name in names), None)
+    if name is None:
+        return find
+    index = names.index(name)
+
+    def unless_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        return find(args, kwargs) if _argument(index, name, None, args, kwargs) is None else None
+
+    return unless_asked
+
+
+def _widest_dtype(op: Any, device: str) -> FindDtype:
+    def widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        found = {t.dtype for t in _tensors((*args, *kwargs.values())) if _is_castable(t, device)}
+        return found.pop() if len(found) == 1 else torch.float32 if found else None
+
+    return widest
+
+
+_DTYPES = {LOWER: _lower_dtype, FLOAT32: _float32_dtype, WIDEST: _widest_dtype}
+Invoke = Callable[[torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
+
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+INPUT_ONLY = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+"""Ops that keep their other operands: updates of copied running statistics would be lost."""
+
+
+def _plain(op: Any, device: str, to_float32: bool) -> Invoke:
+    input_only = op._schema.name.removeprefix("aten::") in INPUT_ONLY
+
+    def invoke(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if input_only:
+            result = op(_cast(args[0], dtype, device), *args[1:], **kwargs)
+        else:
+            result = op(
+                *[_cast(value, dtype, device) for value in args],
+                **{name: _cast(value, dtype, device) for name, value in kwargs.items()},
+            )
+        return _cast(result, torch.float32, device) if to_float32 else result
+
+    return invoke
+
+
+def _in_place(op: Any, device: str) -> Invoke:
+    """The destination keeps its dtype; what is computed in another one is written back."""
+
+    def invoke(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        destination, *others = args
+        others = [_cast(value, dtype, device) for value in others]
+        kwargs = {name: _cast(value, dtype, device) for name, value in kwargs.items()}
+        if destination.dtype is dtype or not _is_castable(destination, device):
+            return op(destination, *others, **kwargs)
+        return destination.copy_(op(destination.to(dtype), *others, **kwargs))
+
+    return invoke
+
+
+def _into_out(op: Any, device: str, names: list[str]) -> Invoke:
+    """As `_in_place`, for ``out=``, which is resized where it does not fit."""
+
+    def invoke(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cast = {name: _cast(v, dtype, device) for name, v in kwargs.items() if name not in names}
+        outs = {name: kwargs[name] for name in names}
+        fresh = {
+            name: torch.empty(0, dtype=dtype, device=out.device)
+            for name, out in outs.items()
+            if out.dtype is not dtype and _is_castable(out, device)
+        }
+        result = op(*[_cast(value, dtype, device) for value in args], **cast, **{**outs, **fresh})
+        for name, computed in fresh.items():
+            if outs[name].shape != computed.shape:
+                outs[name].resize_(computed.shape)
+            outs[name].copy_(computed)
+        if not fresh:
+            return result
+        return tuple(outs.values()) if len(outs) > 1 else next(iter(outs.values()))
+
+    return invoke
+
+
+def _is_castable(tensor: torch.Tensor, device: str) -> bool:
+    return tensor.dtype in CASTABLE and tensor.device.type == device
+
+
+def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """A tensor, or those in a list, in `dtype` where autocast would cast it: double is left."""
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_float32(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _float32(item) for key, item in value.items()}
+        if value.dtype is dtype or not _is_castable(value, device):
+            return value
+        return value.to(dtype)
+    if isinstance(value, (list, tuple)):
+        return [_cast(item, dtype, device) for item in value]
     return value
 
 
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _by_operands(kernel: Kernel, lower: Call, float32: Call) -> Call:
+    only_with, never_with = kernel.only_with, kernel.never_with
+
+    def call(keyset: Any, args: Any, kwargs: Any) -> Any:
+        operands = list(_tensors((*args, *kwargs.values())))
+        may = (only_with is None or any(map(only_with, operands))) and not (
+            never_with is not None and any(map(never_with, operands))
+        )
+        return (lower if may else float32)(keyset, args, kwargs)
+
+    return call
+
+
+def _by_values(choices: list[tuple[Values, Call]], otherwise: Call) -> Call:
+    def call(keyset: Any, args: Any, kwargs: Any) -> Any:
+        for values, chosen in choices:
+            if all(
+                _argument(index, name, default, args, kwargs) == value
+                for index, name, default, value in values
+            ):
+                return chosen(keyset, args, kwargs)
+        return otherwise(keyset, args, kwargs)
+
+    return call
+
+
+def _argument(index: int, name: str, default: Any, args: Any, kwargs: Any) -> Any:
+    return args[index] if index < len(args) else kwargs.get(name, default)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, also while torch.compile traces."""
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)

@@ -77,7 +77,7 @@ class ModuleRule:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRule:
-    """Parameters, by qualified name, whose ops stay float32 (Paddle's ``custom_black_varnames``)."""
+    """Parameters, by qualified name, whose ops stay float32: Paddle's ``custom_black_varnames``."""
 
     origin: str
     name: str = ""
@@ -107,13 +107,15 @@ class Policy:
     lower_operands: str = "any"
     """Which calls of the ops in `lower` run in lower precision: any, or those with a parameter
     among the operands; the others run in float32."""
-    lower_outputs: str = "keep"
+    lower_results: str = "keep"
     """What becomes of the results of those: kept in lower precision, or cast to float32."""
     modules: tuple[ModuleRule, ...] = ()
     """The first one that matches a module wins."""
     parameters: tuple[ParameterRule, ...] = ()
     outputs: str = "float32"
     loss_scale: LossScaleRule = LossScaleRule()
+    not_yet: tuple[str, ...] = ()
+    """Sentences: what the policy asks for that this version does not do."""
 
     @property
     def scales(self) -> bool:

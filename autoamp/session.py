@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import plan
 from .devices import Decision, decide
+from .kernels import Local
 from .policy import Policy
 from .scaling import LossScale
 from .settings import Settings
@@ -78,6 +79,7 @@ class Session:
     loss_scale: LossScale
     ledger: Ledger
     kernels: Kernels
+    local: Local
     active: bool = True
     may_scale: bool = field(init=False)
     """Whether losses are scaled once FP16 is in use: by the policy, and by nobody else."""
@@ -88,9 +90,6 @@ class Session:
     decisions: dict[str, Decision] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     backwards: Backwards = field(default_factory=Backwards)
-    local: threading.local = field(default_factory=threading.local)
-    """Per thread: `region`, the device type of the open region or None; `uncached`, whether casts
-    are not kept for the rest of it."""
     stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
     regions: Regions = field(init=False)
@@ -106,6 +105,8 @@ class Session:
         if decision is None:
             decision = decide(device, self.policy, self.settings.dtype is not None)
             self.decisions[device.type] = decision
+            if decision.dtype is not None:
+                self.kernels.register(plan.kernels(self.policy, device.type, decision.word))
             self._announce(device.type, decision)
         return decision
 
