@@ -15,7 +15,7 @@ requirements.check_torch()
 from . import bootstrap, plan, policyfile, region, report, settings, stepping
 from .errors import AutoampError
 from .kernels import Kernels, Local
-from .patches import PATCHES
+from .patches import patches_for
 from .patching import Ledger
 from .policy import Policy
 from .scaling import LossScale
@@ -91,7 +91,7 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:
-        opened.ledger.apply(PATCHES, policy, opened)
+        opened.ledger.apply(patches_for(policy), policy, opened)
         for optimizer in stepping.hooked_classes():
             opened.ledger.replace(optimizer, "step", opened.gates.gated(vars(optimizer)["step"]))
         _hide_from_dynamo(opened)

@@ -62,6 +62,12 @@ class Kernel:
     never_with: Operands | None = field(default=None, compare=False)
     float32_results: bool = False
 
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """What makes code compiled with one kernel differ from code compiled with another."""
+        looks = (self.only_with is not None, self.never_with is not None, self.float32_results)
+        return self.op, self.device, self.category, self.conditions, looks
+
 
 class Kernels:
     """The kernels in force; `remove` leaves the dispatcher as it was."""
@@ -109,7 +115,7 @@ class Kernels:
         if hasattr(config, "cache_key_tag"):
             if self._cache_tag is None:
                 self._cache_tag = config.cache_key_tag
-            said = repr([(k.op, k.device, k.category, k.conditions) for k in self.registered])
+            said = repr([kernel.fingerprint for kernel in self.registered])
             digest = hashlib.sha256(said.encode()).hexdigest()[:16]
             config.cache_key_tag = f"{self._cache_tag}autoamp-{digest}"
 
@@ -331,6 +337,10 @@ def _argument(index: int, name: str, default: Any, args: Any, kwargs: Any) -> An
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one, also while torch.compile traces."""
+    return _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base))
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, FunctionalTensor):
         tensor = torch._from_functional_tensor(tensor.elem)
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+    return isinstance(tensor, torch.nn.Parameter)

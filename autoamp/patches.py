@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from . import backward, hooks, region, stepping
+import torch
+
+from . import backward, hooks, opnames, region, stepping
 from .patching import Patch
+from .policy import Policy
 from .session import Session
 
 scales = attrgetter("scales")
@@ -49,20 +53,22 @@ def scale(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return scale
 
 
+def functional(name: str) -> Patch:
+    """The row of a function of `torch.nn.functional`."""
+    return Patch(
+        f"torch.nn.functional:{name}",
+        region.functional_call,
+        "called outside any module it runs as a region of one op",
+    )
+
+
 PATCHES = (
     Patch(
         "torch.nn:Module.__call__",
         region.module_call,
         "the outermost call of a module that owns a parameter runs as a region",
     ),
-    *(
-        Patch(
-            f"torch.nn.functional:{name}",
-            region.functional_call,
-            "called outside any module it runs as a region of one op",
-        )
-        for name in FUNCTIONAL
-    ),
+    *map(functional, FUNCTIONAL),
     Patch(
         "torch.jit._builtins:_find_builtin",
         find_builtin,
@@ -156,3 +162,17 @@ PATCHES = (
         when=scales,
     ),
 )
+
+
+def patches_for(policy: Policy) -> tuple[Patch, ...]:
+    """`PATCHES`, and the functions that `policy` puts into its list ``lower`` besides.
+
+    Only builtins: TorchScript compiles the source of the others, and models keep them as values.
+    """
+    asked = {op for rule in policy.ops if rule.into == "lower" for op in opnames.resolve(rule.op)}
+    builtins = (
+        op
+        for op in sorted(asked - set(FUNCTIONAL))
+        if isinstance(getattr(torch.nn.functional, op, None), types.BuiltinFunctionType)
+    )
+    return (*PATCHES, *map(functional, builtins))
