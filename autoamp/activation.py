@@ -12,7 +12,7 @@ from . import requirements
 requirements.check_torch()
 
 # ruff: noqa: E402 - what follows needs a torch that is not too old
-from . import bootstrap, plan, policyfile, region, report, settings, stepping
+from . import bootstrap, modules, plan, policyfile, region, report, settings, stepping
 from .errors import AutoampError
 from .kernels import Kernels, Local
 from .patches import patches_for
@@ -72,7 +72,7 @@ def deactivate() -> None:
 def _policy(asked: settings.Settings, reference: str | None) -> Policy:
     origin = "autoamp.enable" if reference is not None else settings.origin_of_policy()
     policy = policyfile.load(reference or asked.policy, origin)
-    return policy.forced(asked.dtype, asked.loss_scale)
+    return policyfile.with_overrides(policy, asked).forced(asked.dtype, asked.loss_scale)
 
 
 def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
@@ -88,6 +88,7 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         local,
     )
     plan.check(policy)
+    opened.modules = modules.Rules(opened)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:

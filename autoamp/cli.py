@@ -6,9 +6,11 @@ It never imports torch: `--help` is instant, and `doctor` works where torch is b
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__, bootstrap, doctor
+from .policy import DEVICES
 from .settings import DTYPES, SWITCH
 
 if TYPE_CHECKING:
@@ -30,15 +33,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"It needs no command: {SWITCH}=1 python train.py",
     )
     parser.add_argument("--version", action="version", version=f"autoamp {__version__}")
+    parser.set_defaults(call=lambda arguments: _help(parser))
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for add in (_add_run, _add_doctor):
+    for add in (_add_run, _add_doctor, _add_policy):
         add(commands)
+    if argv is None:
+        _own_process()
     arguments = parser.parse_args(argv)
-    if "call" not in arguments:
-        parser.print_help(sys.stderr)
-        return 2
     code: int = arguments.call(arguments)
     return code
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _own_process() -> None:
+    """What only the command may do that has the process for itself.
+
+    Ctrl-C, and a pipe that nobody reads any more, end it without a traceback. What the terminal has
+    no characters for is escaped.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # our parent may ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.name != "nt":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _add_run(commands: Commands) -> None:
@@ -135,3 +157,68 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(doctor.lines(findings)))
     return 1 if findings["state"] == "broken" else 0
+
+
+def _add_policy(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "policy",
+        help="list, show, check and explain policies",
+        description="List, show, check and explain policies: what runs in which precision.",
+    )
+    parser.set_defaults(call=lambda arguments: _help(parser))
+    policies = parser.add_subparsers(metavar="COMMAND", title="commands", dest="subcommand")
+
+    def add(name: str, does: str, more: str = "") -> argparse.ArgumentParser:
+        description = f"{does[0].upper()}{does[1:]}.{more}"
+        command = policies.add_parser(name, help=does, description=description)
+        command.set_defaults(call=_policy)
+        return command
+
+    listing = add("list", "list the policies that come with autoamp")
+    show = add(
+        "show",
+        "print a policy as one file",
+        " With all that the files say which it extends, and where each rule stands. It loads to "
+        "the same policy. Variables change nothing here; explain heeds them.",
+    )
+    show.add_argument("policy", metavar="NAME|FILE", help="a shipped policy's name, or a YAML file")
+    validate = add("validate", "check policy files", " Exit code 1 if any is wrong.")
+    validate.add_argument("files", nargs="+", metavar="FILE", help="a YAML file")
+    explain = add(
+        "explain",
+        "say what a policy makes of each op",
+        " As it would run here, under the variables that are set now. No such device is needed.",
+    )
+    _add_explain_arguments(explain)
+    add("schema", "print the JSON Schema of policy files, for editors")
+    for command in (listing, show, explain):
+        command.add_argument("--json", action="store_true", help="as data for a program")
+
+
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "policy", nargs="?", metavar="NAME|FILE", help="a policy; else what the variables say"
+    )
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="default: cuda")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the policy's for the device")
+    parser.add_argument(
+        "--op", type=_op, action="append", metavar="OP", help="only this op; several may be given"
+    )
+    parser.add_argument("--all", action="store_true", help="also what is in no list")
+
+
+def _op(spelling: str) -> str:
+    from . import opnames
+
+    if not opnames.resolve(spelling):
+        raise argparse.ArgumentTypeError(opnames.complaint(spelling))
+    return spelling
+
+
+def _policy(arguments: argparse.Namespace) -> int:
+    try:
+        from . import policycli
+    except ImportError as error:
+        print(f"autoamp policy: {bootstrap._explain(error)}", file=sys.stderr)
+        return 1
+    return policycli.run(arguments)

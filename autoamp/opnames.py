@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .spelling import nearest
+
 PREFIXES = (
     ("torch.ops.aten.", ""),
     ("torch.nn.functional.", ""),
@@ -32,15 +34,22 @@ _UPSAMPLE = (
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    **{f"adaptive_max_pool{n}d_with_indices": (f"adaptive_max_pool{n}d",) for n in (1, 2, 3)},
+    "affine_grid": ("affine_grid_generator",),
     "clip": ("clamp",),
     "concat": ("cat",),
     "concatenate": ("cat",),
     "cross_entropy": ("cross_entropy_loss",),
     "divide": ("div",),
+    **{f"dropout{n}d": ("feature_dropout",) for n in (1, 2, 3)},
+    "fold": ("col2im",),
+    **{f"fractional_max_pool{n}d_with_indices": (f"fractional_max_pool{n}d",) for n in (2, 3)},
     "grid_sample": ("grid_sampler",),
     "interpolate": _UPSAMPLE,
     "logsigmoid": ("log_sigmoid",),
+    "max_unpool1d": ("max_unpool2d",),
     "multiply": ("mul",),
+    "nll_loss": ("nll_loss", "nll_loss2d"),
     "norm": (
         *("norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm", "nuclear_norm"),
     ),
@@ -48,11 +57,32 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "sub": ("sub", "rsub"),
     "subtract": ("sub", "rsub"),
     "true_divide": ("div",),
+    "unfold": ("im2col",),
     "upsample": _UPSAMPLE,
+    "upsample_bilinear": ("upsample_bilinear2d",),
+    "upsample_nearest": ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
 }
 """Names that mean other ops of aten, or more of them, than the one of their own name: Python
 functions of torch and reflected forms (``2 - x`` is ``rsub``). Aliases that torch carries out by
 calling the op itself (``arccos``, ``Tensor.__matmul__``) need no row."""
+
+MADE_OF_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "gaussian_nll_loss": ("log", "sub", "pow", "div", "mean"),
+    "gumbel_softmax": ("log", "softmax"),
+    "linear_cross_entropy": ("linear", "cross_entropy"),
+    "local_response_norm": ("mul", "avg_pool2d", "avg_pool3d", "add", "pow", "div"),
+    **{f"lp_pool{n}d": ("pow", f"avg_pool{n}d", "mul") for n in (1, 2, 3)},
+    "multi_head_attention_forward": (
+        *("linear", "baddbmm", "bmm", "softmax", "scaled_dot_product_attention"),
+    ),
+    "multilabel_soft_margin_loss": ("logsigmoid", "mul", "add", "sum", "mean"),
+    "normalize": ("norm", "clamp_min", "div"),
+    "softmin": ("neg", "softmax"),
+    "softsign": ("abs", "add", "div"),
+    "tanhshrink": ("tanh", "sub"),
+    "triplet_margin_with_distance_loss": ("pairwise_distance", "clamp_min", "mean"),
+}
+"""Functions in Python that have no op of their own, and the ops that do their arithmetic."""
 
 
 @functools.cache
@@ -81,3 +111,24 @@ def plain(spelling: str) -> str:
 def resolve(spelling: str) -> tuple[str, ...]:
     """The ops of aten that `spelling` means; empty if it means none that a policy can name."""
     return spellings().get(plain(spelling), ())
+
+
+def complaint(spelling: str, where: str = "") -> str:
+    """What to say of a `spelling` that `resolve` does not know, and stands in `where`."""
+    name = plain(spelling)
+    place = f" in {where}" if where else ""
+    op, _, overload = name.partition(".")
+    if overload and op in spellings():
+        return f"'{spelling}'{place} is an overload; name the op, for all of them: '{op}'."
+    if name.endswith("_") and name[:-1] in spellings():
+        return f"'{spelling}'{place} is an in-place form; name the op: '{name[:-1]}'."
+    if name in MADE_OF_OTHERS:
+        others = ", ".join(MADE_OF_OTHERS[name])
+        return f"'{spelling}'{place} is made of other ops; name those: {others}."
+    near = nearest(name.rpartition(".")[2], {**spellings(), **MADE_OF_OTHERS}, 0.7)
+    remedy = (
+        f"Did you mean '{near}'?"
+        if near
+        else "Use the name of a function in torch.nn.functional or torch, like softmax."
+    )
+    return f"unknown op '{spelling}'{place}. {remedy}"

@@ -172,7 +172,12 @@ def check(policy: Policy) -> None:
         packets = [p for p in opnames.resolve(rule.op) if hasattr(torch.ops.aten, p)]
         names = [name for packet in packets for name in _overloads(packet)]
         if rule.when and names and not any(_condition(name, rule) for name in names):
-            known = {a.name: None for name in names for a in overload(name)._schema.arguments}
+            known = {
+                argument.name: None
+                for name in names
+                for argument in overload(name)._schema.arguments
+                if "Tensor" not in str(argument.type)
+            }
             missing = next(key for key, _ in rule.when if key not in known)
             raise PolicyError(
                 f"{rule.origin}: {rule.op} has no argument '{missing}'; "

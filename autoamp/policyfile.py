@@ -1,28 +1,32 @@
-"""YAML text to `Policy`; every error with file, line, column and what to write instead.
+"""A policy file, and the files that it extends, to `Policy`.
 
-The text is composed into nodes and read by the tables below: nothing in it can build an object or
-run code.
+Each file is read once, whoever extends it, and its words are put over those of the files before it:
+what a file does not say itself it does not change.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import yaml
+from . import opnames, oprules
+from .errors import PolicyError, SettingsError
+from .policy import LISTS, ModuleRule, OpRule, ParameterRule, Policy
+from .reading import Said, read
+from .sections import LATER, POLICY
+from .settings import SWITCH, Settings
+from .spelling import hint, one_line
+from .yamlnodes import WHOLE, Piece, compose
 
-from . import policy as words
-from .errors import PolicyError
-from .policy import LossScaleRule, Policy
-
-MAX_BYTES = 1 << 20
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_PLAIN = ("str", "int", "float", "bool", "null", "map", "seq")
+MAX_DEPTH = 50
+"""Of files that extend files."""
+Sections: TypeAlias = Mapping[str, Said]
+"""What one file says, by section."""
 
 
 def shipped() -> dict[str, Path]:
@@ -34,7 +38,7 @@ def shipped() -> dict[str, Path]:
     raise PolicyError(f"{package}/policies: the shipped policies are missing; reinstall autoamp.")
 
 
-def load(reference: str, origin: str = "AUTO_MIXED_PRECISION") -> Policy:
+def load(reference: str, origin: str = SWITCH) -> Policy:
     """The policy called `reference`: a shipped name, or a path (with a separator, or .yaml).
 
     `origin` says who asked, for the message when there is no such policy.
@@ -45,7 +49,32 @@ def load(reference: str, origin: str = "AUTO_MIXED_PRECISION") -> Policy:
     path = _find(reference, origin, Path())
     with contextlib.suppress(OSError):  # the working directory may have been deleted
         path = Path(os.path.abspath(path))
-    return replace(_read(path, (), ""), name=reference, source=str(path))
+    files: dict[str, Sections] = {}
+    _read(path, "", (), files)
+    policy = Policy()
+    for sections in files.values():
+        for name, build in _BUILD.items():
+            if name in sections:
+                policy = replace(policy, **build(sections[name], policy))
+    _check_bounds(list(files.values()), policy)
+    not_yet = _not_yet(list(files.values()))
+    return replace(policy, name=reference, source=str(path), not_yet=not_yet)
+
+
+def with_overrides(policy: Policy, settings: Settings) -> Policy:
+    """`policy` with the lists of ``AUTO_MIXED_PRECISION_LOWER_ADD`` and the like put over it.
+
+    Raises:
+        SettingsError: a variable names an unknown op, or one that another variable names too.
+    """
+    listed = []
+    for into, change in itertools.product(LISTS, ("add", "remove")):
+        variable = f"{SWITCH}_{into}_{change}".upper()
+        for spelling in getattr(settings, f"{into}_{change}"):
+            if not opnames.resolve(spelling):
+                raise SettingsError(f"{variable}: {one_line(opnames.complaint(spelling))}")
+            listed.append(oprules.Listed(spelling, into, change == "remove", variable, at=variable))
+    return replace(policy, ops=(*policy.ops, *oprules.rules(listed, SettingsError)))
 
 
 def _find(reference: str, where: str, folder: Path) -> Path:
@@ -54,202 +83,169 @@ def _find(reference: str, where: str, folder: Path) -> Path:
     known = shipped()
     if reference in known:
         return known[reference]
+    shown = one_line(reference)
     raise PolicyError(
-        f"{where}: unknown policy '{reference}'. {_nearest(reference, known)} "
-        f"A file is named by its path: ./{reference}.yaml"
+        f"{where}: unknown policy '{shown}'. {hint(reference, known)} "
+        f"A file is named by its path: ./{shown}.yaml"
     )
 
 
-def _read(path: Path, above: tuple[str, ...], asked_at: str) -> Policy:
-    """`above`: the real paths of the files that extend this one; `asked_at`: where one does."""
-    document = _compose(path, asked_at)
-    policy = Policy()
-    if document is None:
-        return policy
-    sections = _mapping(path, document, "the policy", SECTIONS)
-    if "extends" in sections:
-        node = sections.pop("extends")
-        base = _find(_scalar(path, node, "extends"), _at(path, node), path.parent)
-        above = (*above, os.path.realpath(path))
-        if os.path.realpath(base) in above:
+def _read(path: Path, asked_at: str, above: tuple[str, ...], files: dict[str, Sections]) -> None:
+    """Put the files that `path` extends into `files`, in order, and then the file itself.
+
+    `asked_at` is where another file extends this one; `above` and the keys of `files` are real
+    paths: of the files that extend this one, and of those that have been read.
+    """
+    node = compose(path, f"{asked_at}: " if asked_at else "")
+    sections = read(Piece(path, node, WHOLE), POLICY).value if node is not None else {}
+    above = (*above, _real(path))
+    if len(above) > MAX_DEPTH:
+        raise PolicyError(f"{asked_at}: more than {MAX_DEPTH} files, each extending the next.")
+    elsewhere = set(files)
+    for reference in _references(sections):
+        base = _find(reference.value, reference.at, path.parent)
+        real = _real(base)
+        if real in above:
             raise PolicyError(
-                f"{_at(path, node)}: 'extends' goes round in a circle; remove one reference."
+                f"{reference.at}: 'extends' goes round in a circle; remove one reference."
             )
-        policy = _read(base, above, f"{_at(path, node)}: ")
-    for name, node in sections.items():
-        policy = replace(policy, **{name: SECTIONS[name](path, node, policy)})
-    _check_bounds(path, sections.get("loss_scale", document), policy.loss_scale)
-    return policy
+        if real not in files:
+            _read(base, reference.at, above, files)
+        elif real not in elsewhere:
+            raise PolicyError(
+                f"{reference.at}: '{reference.value}' is read already, for one before it, and "
+                "would change nothing here; remove it or put it first."
+            )
+    files[above[-1]] = sections
 
 
-def _compose(path: Path, asked_at: str) -> yaml.Node | None:
+def _real(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # a path may hold what no path can
-        problem = getattr(error, "strerror", None) or error
-        name = str(path) if str(path).isprintable() else repr(str(path))
-        raise PolicyError(
-            f"{asked_at}{name}: {problem}; give the path of a readable policy file."
-        ) from None
-    if len(data) > MAX_BYTES:
-        raise PolicyError(f"{path}: larger than {MAX_BYTES} bytes; this is not a policy.")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        where = _place(path, data[: error.start].decode())
-        raise PolicyError(f"{where}: not UTF-8 text; save the file as UTF-8.") from None
-    try:
-        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = _place(path, text[: mark.index]) if mark else str(path)
-        problem = error.problem or "broken"
-        if mark and text[mark.index : mark.index + 1] == "\t":
-            problem = "a tab where YAML wants spaces; indent with spaces"
-        raise PolicyError(f"{where}: not valid YAML: {problem}.") from None
-    except yaml.reader.ReaderError:
-        match = yaml.reader.Reader.NON_PRINTABLE.search(text)
-        where = _place(path, text[: match.start()]) if match else str(path)
-        raise PolicyError(f"{where}: not valid YAML: a control character; remove it.") from None
-    except RecursionError:
-        raise PolicyError(f"{path}: not a policy: nested too deeply.") from None
-    return node
+        return os.path.realpath(path)
+    except ValueError:  # a path that cannot be; opening it will say so
+        return str(path)
 
 
-def _place(path: Path, before: str) -> str:
-    """`path`:line:column of the character behind the text `before`."""
-    line_start = before.rfind("\n") + 1
-    return f"{path}:{before.count(chr(10)) + 1}:{len(before) - line_start + 1}"
+def _references(sections: Sections) -> list[Said]:
+    extends = sections.get("extends")
+    if extends is None:
+        return []
+    return extends.value if isinstance(extends.value, list) else [extends]
 
 
-def _at(path: Path, node: yaml.Node) -> str:
-    return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+def _plain(said: Said) -> dict[str, Any]:
+    return {key: value.value for key, value in said.value.items()}
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"Did you mean '{near[0]}'?" if near else f"Use one of: {', '.join(known)}."
+def _devices(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return {"devices": {**policy.devices, **_plain(said)}}
 
 
-def _mapping(path: Path, node: yaml.Node, what: str, known: Iterable[str]) -> dict[str, yaml.Node]:
-    if not isinstance(node, yaml.MappingNode):
-        raise PolicyError(
-            f"{_at(path, node)}: {what} must be a map (key: value), not {_kind(node)}."
-        )
-    _check_tag(path, node)
-    entries: dict[str, yaml.Node] = {}
-    for key_node, value in node.value:
-        key = _scalar(path, key_node, "a key")
-        if key not in known:
-            raise PolicyError(f"{_at(path, key_node)}: unknown key '{key}'. {_nearest(key, known)}")
-        if key in entries:
-            raise PolicyError(f"{_at(path, key_node)}: key '{key}' is written twice; keep one.")
-        entries[key] = value
-    return entries
-
-
-def _scalar(path: Path, node: yaml.Node, what: str) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise PolicyError(
-            f"{_at(path, node)}: {what} must be a single word or number, not {_kind(node)}."
-        )
-    _check_tag(path, node)
-    return str(node.value)
-
-
-def _check_tag(path: Path, node: yaml.Node) -> None:
-    """YAML tags ask for objects to be built; a policy has none."""
-    if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN:
-        raise PolicyError(
-            f"{_at(path, node)}: tag '{node.tag}' is not allowed in a policy; write a plain value."
-        )
-
-
-def _kind(node: yaml.Node) -> str:
-    kinds = ((yaml.MappingNode, "a map"), (yaml.SequenceNode, "a list"))
-    return next((word for kind, word in kinds if isinstance(node, kind)), "a single value")
-
-
-def _word(path: Path, node: yaml.Node, what: str, known: Iterable[str]) -> str:
-    word = _scalar(path, node, what)
-    if word not in known:
-        raise PolicyError(f"{_at(path, node)}: {what} is '{word}'. {_nearest(word, known)}")
-    return word
-
-
-def _number(path: Path, node: yaml.Node, what: str, kind: type, rule: str) -> Any:
-    text = _scalar(path, node, what)
-    try:
-        number = kind(text.lstrip("+").replace(".inf", "inf"))
-        ok = _RULES[rule](number)
-    except ValueError:
-        ok = False
-    if not ok:
-        raise PolicyError(
-            f"{_at(path, node)}: {what} is '{text}'; "
-            f"use {'a whole number' if kind is int else 'a number'} {rule}."
-        )
-    return number
-
-
-_RULES: Mapping[str, Callable[[float], bool]] = {
-    "that float32 can hold and invert": lambda x: words.SCALES[0] <= x <= words.SCALES[1],
-    "above 1": lambda x: 1.0 < x < float("inf"),
-    "between 0 and 1": lambda x: 0.0 < x < 1.0,
-    "from 1 to 2147483647": lambda x: 1 <= x < 2**31,
-    "of 0 or more": lambda x: x >= 0.0,
-    "above 0": lambda x: x > 0.0,
-}
-_LOSS_SCALE: Mapping[str, tuple[type, str]] = {
-    "init": (float, "that float32 can hold and invert"),
-    "growth": (float, "above 1"),
-    "backoff": (float, "between 0 and 1"),
-    "interval": (int, "from 1 to 2147483647"),
-    "hysteresis": (int, "from 1 to 2147483647"),
-    "min": (float, "of 0 or more"),
-    "max": (float, "above 0"),
-}
-
-
-def _devices(path: Path, node: yaml.Node, policy: Policy) -> Mapping[str, str]:
-    devices = _mapping(path, node, "devices", words.DEVICES)
-    said = {
-        name: _word(path, value, f"devices.{name}", words.PRECISIONS)
-        for name, value in devices.items()
+def _ops(said: Said, policy: Policy) -> Mapping[str, Any]:
+    sections: Sections = said.value
+    changes: dict[str, Any] = {
+        field: sections[key].value
+        for key, field in (("operands", "lower_operands"), ("results", "lower_results"))
+        if key in sections
     }
-    return {**policy.devices, **said}
+    if "base" in sections:
+        base = sections["base"]
+        everywhere = dict.fromkeys(policy.base, base.value)
+        changes["base"] = (
+            {**policy.base, **_plain(base)} if isinstance(base.value, dict) else everywhere
+        )
+    listed = [
+        oprules.Listed(op.value, into, change == "remove", f"ops.{into}.{change}", op.at)
+        for into in sections
+        if into in LISTS
+        for change, ops in sections[into].value.items()
+        for op in ops.value
+    ]
+    rules = (*oprules.rules(listed, PolicyError), *_conditional(sections.get("when")))
+    return {**changes, "ops": (*policy.ops, *rules)}
 
 
-def _outputs(path: Path, node: yaml.Node, policy: Policy) -> str:
-    return _word(path, node, "outputs", words.OUTPUTS)
+def _conditional(said: Said | None) -> tuple[OpRule, ...]:
+    rules: dict[Any, OpRule] = {}
+    for entry in said.value if said is not None else ():
+        op, when, into = (entry.value[key] for key in ("op", "when", "precision"))
+        rule = OpRule(opnames.plain(op.value), into.value, op.at, tuple(_plain(when).items()))
+        same = (opnames.resolve(rule.op), frozenset(rule.when))
+        if same in rules:
+            raise PolicyError(f"{op.at}: op '{op.value}' has this condition twice; keep one.")
+        rules[same] = rule
+    return tuple(rules.values())
 
 
-def _loss_scale(path: Path, node: yaml.Node, policy: Policy) -> LossScaleRule:
-    values: dict[str, Any] = {}
-    for name, value in _mapping(
-        path, node, "loss_scale", [f.name for f in fields(LossScaleRule)]
-    ).items():
-        what = f"loss_scale.{name}"
-        if name == "mode":
-            values[name] = _word(path, value, what, words.MODES)
-        else:
-            values[name] = _number(path, value, what, *_LOSS_SCALE[name])
-    return replace(policy.loss_scale, **values)
+def _modules(said: Said, policy: Policy) -> Mapping[str, Any]:
+    rules = []
+    for entry in said.value:
+        rule = {key: value.value for key, value in entry.value.items() if key != "steps"}
+        steps = _steps(entry.value["steps"]) if "steps" in entry.value else {}
+        rules.append(ModuleRule(origin=entry.at, **rule, **steps))
+    return {"modules": (*rules, *policy.modules)}
 
 
-def _check_bounds(path: Path, node: yaml.Node, rule: LossScaleRule) -> None:
-    if not rule.min <= rule.init <= rule.max:
+def _steps(said: Said) -> dict[str, Any]:
+    steps = {"first": 0, "last": float("inf")}
+    steps.update((_STEPS[key], value) for key, value in _plain(said).items())
+    if steps["first"] >= steps["last"]:
         raise PolicyError(
-            f"{_at(path, node)}: loss_scale.init is {rule.init:g}, outside min {rule.min:g} "
+            f"{said.at}: steps go from {steps['first']} to {steps['last']}; "
+            "'to' must be greater than 'from'."
+        )
+    return steps
+
+
+_STEPS = {"from": "first", "to": "last"}
+
+
+def _parameters(said: Said, policy: Policy) -> Mapping[str, Any]:
+    rules = (ParameterRule(entry.at, **_plain(entry)) for entry in said.value)
+    return {"parameters": (*rules, *policy.parameters)}
+
+
+def _outputs(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return {"outputs": said.value}
+
+
+def _loss_scale(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return {"loss_scale": replace(policy.loss_scale, **_plain(said))}
+
+
+_BUILD: Mapping[str, Callable[[Said, Policy], Mapping[str, Any]]] = {
+    "devices": _devices,
+    "ops": _ops,
+    "modules": _modules,
+    "parameters": _parameters,
+    "outputs": _outputs,
+    "loss_scale": _loss_scale,
+}
+"""By section of a file, what it changes in a policy."""
+
+
+def _check_bounds(files: Sequence[Sections], policy: Policy) -> None:
+    """Only all files together tell whether the scale starts within its bounds."""
+    rule = policy.loss_scale
+    if not rule.min <= rule.init <= rule.max:
+        at = next(file["loss_scale"].at for file in reversed(files) if "loss_scale" in file)
+        raise PolicyError(
+            f"{at}: loss_scale.init is {rule.init:g}, outside min {rule.min:g} "
             f"to max {rule.max:g}; change init, min or max."
         )
 
 
-SECTIONS: Mapping[str, Callable[[Path, yaml.Node, Policy], Any]] = {
-    "extends": lambda path, node, policy: None,  # read first, by `_read`
-    "devices": _devices,
-    "outputs": _outputs,
-    "loss_scale": _loss_scale,
-}
+def _not_yet(files: Sequence[Sections]) -> tuple[str, ...]:
+    """A sentence for each last word of a section of `sections.LATER` that asks for something."""
+    sentences: dict[str, str] = {}
+    for sections in files:
+        for section, keys in LATER.items():
+            said = sections[section].value if section in sections else {}
+            for key, value in said.items():
+                what = f"{section}.{key}"
+                sentences.pop(what, None)
+                if str(value.value) != keys[key][0]:
+                    sentences[what] = (
+                        f"{value.at}: {what}: {value.value} is not carried out by this version"
+                    )
+    return tuple(sentences.values())

@@ -16,6 +16,8 @@ import torch
 from . import policy
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
+from .islands import Islands, half_to_float32
+from .modules import UNKNOWN
 from .session import Session
 
 enter_nesting = torch.autocast_increment_nesting
@@ -117,17 +119,43 @@ class Regions:
 
 def module_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region."""
+    if session.policy.modules or session.policy.parameters:
+        return _module_call_with_islands(original, session)
     regions = session.regions
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():
-            return _compiled_call(original, regions, args, kwargs)
+            return _compiled_call(original, original, regions, args, kwargs)
         if enter_nesting() == 1:
             parameter = first_parameter(args[0])
             if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
                 return regions.run(parameter.device.type, dtype, original, args, kwargs)
         leave_nesting()
         return original(*args, **kwargs)
+
+    return call
+
+
+def _module_call_with_islands(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The same where the policy has rules for modules or parameters."""
+    regions, islands = session.regions, Islands(session, original)
+    entry_of = session.modules.table.get
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            if islands.where_in_trace():
+                return islands.call_traced(*args, **kwargs)
+            return _compiled_call(original, islands.call_traced_root, regions, args, kwargs)
+        depth = enter_nesting()
+        if depth == 1:
+            parameter = first_parameter(args[0])
+            if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
+                return regions.run(parameter.device.type, dtype, islands.call_root, args, kwargs)
+        leave_nesting()
+        entry = entry_of(id(args[0]), UNKNOWN)
+        if entry is None:
+            return original(*args, **kwargs)
+        return islands.call_nested(entry, depth, args, kwargs)
 
     return call
 
@@ -199,12 +227,17 @@ def exempted() -> Iterator[None]:
 
 
 def _compiled_call(
-    original: Callable[..., Any], regions: Regions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Callable[..., Any],
+    inside: Callable[..., Any],
+    regions: Regions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """A module call that Dynamo traces: the region becomes a part of the graph.
 
     Dynamo cannot see the nesting; autocast being on already is what tells an inner module from the
-    outermost one.
+    outermost one. Without the cast cache, which no compiled graph uses: that tells our regions from
+    a script's own. `inside` is what is called in the region, in the place of `original`.
     """
     parameter = next(args[0].parameters(), None)
     if parameter is None or _is_exporting() or torch.is_autocast_enabled(parameter.device.type):
@@ -212,15 +245,11 @@ def _compiled_call(
     word = regions.word_for_compiled(parameter.device.type)
     if word == "off" or parameter.dtype in HALF:
         return original(*args, **kwargs)
-    with torch.autocast(parameter.device.type, TORCH_DTYPES[word]):
-        result = original(*args, **kwargs)
+    with torch.autocast(parameter.device.type, TORCH_DTYPES[word], cache_enabled=False):
+        result = inside(*args, **kwargs)
     if regions.session.policy.outputs == "keep":
         return result
-    return torch.utils._pytree.tree_map_only(torch.Tensor, _tensor_to_float32, result)
-
-
-def _tensor_to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
+    return half_to_float32(result)
 
 
 def is_functionalizing() -> bool:

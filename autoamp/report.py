@@ -41,7 +41,8 @@ def describe(session: Session) -> dict[str, Any]:
         ],
         "replaced_since": session.ledger.replaced_since(),
         "kernels": [
-            {"op": k.op, "device": k.device, "why": k.why} for k in session.kernels.registered
+            {"op": k.op, "device": k.device, "list": k.category, "why": k.why}
+            for k in session.kernels.registered
         ],
     }
 

@@ -27,6 +27,7 @@ from .speech import Speech
 if TYPE_CHECKING:
     from .bootstrap import WhenImported
     from .kernels import Kernels
+    from .modules import Rules
     from .patching import Ledger
     from .region import Regions
     from .stepping import Gates
@@ -92,6 +93,7 @@ class Session:
     backwards: Backwards = field(default_factory=Backwards)
     stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
+    modules: Rules = field(init=False)
     regions: Regions = field(init=False)
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
@@ -151,3 +153,5 @@ class Session:
             f"autoamp {version} on: {device_type} {decision.word}{scale}, "
             f'policy "{self.policy.name}", through {self.door}'
         )
+        for sentence in self.policy.not_yet if len(self.decisions) == 1 else ():
+            self.speech.notice(f"autoamp: {sentence}")

@@ -6,7 +6,6 @@ a silent default.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from .bootstrap import OFF, ON
 from .errors import SettingsError
 from .policy import SCALES
 from .speech import LEVELS
+from .spelling import nearest
 
 SWITCH = "AUTO_MIXED_PRECISION"
 DTYPES = ("float16", "bfloat16")
@@ -26,7 +26,8 @@ DTYPES = ("float16", "bfloat16")
 class Settings:
     """What the environment asks for, the switch itself apart (`bootstrap` reads that).
 
-    `loss_scale` is ``"dynamic"``, a static scale, or None: as the policy says.
+    `loss_scale` is ``"dynamic"``, a static scale, or None: as the policy says. `lower_add` and the
+    like name ops for the lists of the policy, as they are spelled in the variable.
     """
 
     policy: str = "default"
@@ -36,6 +37,12 @@ class Settings:
     report: str | None = None
     strict: bool = False
     only: tuple[str, ...] = ()
+    lower_add: tuple[str, ...] = ()
+    lower_remove: tuple[str, ...] = ()
+    float32_add: tuple[str, ...] = ()
+    float32_remove: tuple[str, ...] = ()
+    widest_add: tuple[str, ...] = ()
+    widest_remove: tuple[str, ...] = ()
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -68,8 +75,8 @@ def _loss_scale(text: str) -> str | float:
     return scale
 
 
-def _globs(text: str) -> tuple[str, ...]:
-    return tuple(glob.strip() for glob in text.split(",") if glob.strip())
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 VARIABLES: Mapping[str, Callable[[str], Any]] = {
@@ -79,7 +86,13 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
     "LOG": _one_of(*LEVELS),
     "REPORT": str,
     "STRICT": _flag,
-    "ONLY": _globs,
+    "ONLY": _words,
+    "LOWER_ADD": _words,
+    "LOWER_REMOVE": _words,
+    "FLOAT32_ADD": _words,
+    "FLOAT32_REMOVE": _words,
+    "WIDEST_ADD": _words,
+    "WIDEST_REMOVE": _words,
 }
 
 
@@ -98,10 +111,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
             continue
         suffix, text = name[len(SWITCH) + 1 :], environ[name].strip()
         if suffix not in VARIABLES:
-            near = difflib.get_close_matches(suffix, VARIABLES, 1, 0.5)
-            hint = (
-                f"Did you mean {SWITCH}_{near[0]}?" if near else f"Known: {', '.join(VARIABLES)}."
-            )
+            near = nearest(suffix, VARIABLES)
+            hint = f"Did you mean {SWITCH}_{near}?" if near else f"Known: {', '.join(VARIABLES)}."
             raise SettingsError(f"{name}: unknown variable. {hint}")
         if not text:
             continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import _bench
 import torch
@@ -19,6 +21,17 @@ CALLS = 500
 SINGLE, X, WEIGHT = torch.ones(1), torch.ones(1, 16), torch.ones(16, 16)
 
 
+HALF = torch.ones(16, dtype=torch.bfloat16)
+MODULES = 1000
+POLICIES: Mapping[str, str] = {
+    "torch": "extends: torch",
+    "override": "ops: {float32: {add: [exp]}}",
+    "rules": "modules:\n"
+    + "".join(f'- {{name: "{index}", precision: lower}}\n' for index in range(MODULES)),
+}
+"""What autoamp is on with; the rules are one for each module."""
+
+
 class Same(nn.Module):
     """Gives back what it gets; with a parameter, so that it can be a root."""
 
@@ -30,7 +43,18 @@ class Same(nn.Module):
         return x
 
 
-same = Same()
+class Exponentials(Same):
+    """Calls one op many times, inside a region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(CALLS):
+            torch.exp(x)
+        return x
+
+
+same, exponentials = Same(), Exponentials()
+layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(MODULES)))
+calls = nn.Sequential(*(Same() for _ in range(MODULES)))
 optimizer = torch.optim.SGD(same.parameters(), lr=0.1)  # no gradients: nothing to do
 
 
@@ -55,6 +79,18 @@ def step_optimizer() -> None:
         optimizer.step()
 
 
+def call_exponentials() -> None:
+    exponentials(HALF)
+
+
+def call_many() -> None:
+    calls(SINGLE)
+
+
+def train_many() -> None:
+    layers(X).sum().backward()
+
+
 def enter_autocast() -> None:
     for _ in range(CALLS):
         with torch.autocast("cpu", torch.bfloat16):
@@ -63,27 +99,36 @@ def enter_autocast() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`with_it` takes so much longer than `without` a call; both with autoamp on or off."""
+    """`with_it` takes so much longer than `without` a call; both under a policy, or without."""
 
     what: str
-    with_it: tuple[Callable[[], None], bool]
-    without: tuple[Callable[[], None], bool]
+    with_it: tuple[Callable[[], None], str | None]
+    without: tuple[Callable[[], None], str | None]
+    target: float | None = None
 
 
 COSTS = (
     Cost(
         "nested module call",
-        (call_module_in_autocast, True),
-        (call_module_in_autocast, False),
+        (call_module_in_autocast, "torch"),
+        (call_module_in_autocast, None),
     ),
     Cost(
         "functional call inside a region",
-        (call_functional_in_autocast, True),
-        (call_functional_in_autocast, False),
+        (call_functional_in_autocast, "torch"),
+        (call_functional_in_autocast, None),
     ),
-    Cost("region, entry and exit", (call_module, True), (call_module, False)),
-    Cost("for comparison: `with torch.autocast`", (enter_autocast, False), (call_module, False)),
-    Cost("gate of an optimizer step, no scaling", (step_optimizer, True), (step_optimizer, False)),
+    Cost("region, entry and exit", (call_module, "torch"), (call_module, None)),
+    Cost("for comparison: `with torch.autocast`", (enter_autocast, None), (call_module, None)),
+    Cost(
+        "one op that the policy moves",
+        (call_exponentials, "override"),
+        (call_exponentials, "torch"),
+        12.0,
+    ),
+    Cost(
+        "gate of an optimizer step, no scaling", (step_optimizer, "torch"), (step_optimizer, None)
+    ),
 )
 
 
@@ -94,16 +139,19 @@ def runtime(rounds: int | None) -> list[Finding]:
     for cost in COSTS:
         subjects = {"with": _timed(*cost.with_it), "without": _timed(*cost.without)}
         values = differences(interleave(subjects, rounds), "with", "without", 1e6 / CALLS)
-        findings.append(Finding("runtime", cost.what, "us", values))
-    findings += _graph_walk(rounds)
+        findings.append(Finding("runtime", cost.what, "us", values, cost.target))
+    findings += [*_graph_walk(rounds), _module_rules(rounds)]
     torch.set_num_threads(threads)
     return findings
 
 
-def _timed(function: Callable[[], None], with_autoamp: bool) -> Callable[[], float]:
+def _timed(function: Callable[[], None], policy: str | None) -> Callable[[], float]:
     def sample() -> float:
-        autoamp.enable("torch")
-        if not with_autoamp:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "policy.yaml")
+            path.write_text(POLICIES[policy or "torch"])
+            autoamp.enable(str(path))
+        if policy is None:
             autoamp.disable()
         try:
             function()
@@ -112,6 +160,22 @@ def _timed(function: Callable[[], None], with_autoamp: bool) -> Callable[[], flo
             autoamp.disable()
 
     return sample
+
+
+def _module_rules(rounds: int) -> Finding:
+    """What looking up a rule for each module costs, of a step of forward and backward.
+
+    The cost is taken from modules that do nothing: in the step's own time it would be lost.
+    """
+    subjects = {
+        "rules": _timed(call_many, "rules"),
+        "none": _timed(call_many, "torch"),
+        "step": _timed(train_many, "torch"),
+    }
+    samples = interleave(subjects, rounds)
+    costs = differences(samples, "rules", "none", 100)
+    shares = [cost / step for cost, step in zip(costs, samples["step"], strict=True)]
+    return Finding("runtime", "1,000 rules for 1,000 modules, of a step", "%", shares, 1.0)
 
 
 def _graph_walk(rounds: int) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,8 @@ def test_without_a_command_it_prints_its_help_and_fails(cli):
     result = cli()
     assert (result.returncode, result.stdout) == (2, "")
     assert "usage: autoamp" in result.stderr
-    assert "run a command in mixed precision" in result.stderr
+    for said in ("run a command in mixed precision", "list, show, check and explain policies"):
+        assert said in result.stderr
 
 
 def test_it_knows_its_version(cli):
@@ -192,6 +194,23 @@ def test_run_becomes_the_command(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     output, _ = process.communicate()
     assert (int(output), process.returncode) == (process.pid, 5)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGPIPE")
+def test_run_hands_over_the_signals_that_python_ignores(tmp_path):
+    """Else programs in a pipeline would not end with it."""
+    command = [sys.executable, "-m", "autoamp", "run", "sh", "-c", "kill -PIPE $$; echo alive"]
+    result = subprocess.run(command, env=clean(), cwd=tmp_path, capture_output=True, check=False)
+    assert (result.returncode, result.stdout) == (-signal.SIGPIPE, b"")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to ignore")
+def test_run_leaves_ctrl_c_ignored_where_it_is(tmp_path):
+    """As a shell has it for what runs in the background."""
+    inner = f"{sys.executable} -m autoamp run sh -c 'kill -INT $$; echo alive'"
+    command = ["sh", "-c", f"trap '' INT; {inner}"]
+    result = subprocess.run(command, env=clean(), cwd=tmp_path, capture_output=True, check=False)
+    assert (result.returncode, result.stdout) == (0, b"alive\n")
 
 
 def test_run_says_in_one_line_that_there_is_no_such_command(cli):

@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autoamp import policyfile
-from autoamp.errors import PolicyError
-from autoamp.policy import DEVICES, LossScaleRule, Policy
+from autoamp.errors import PolicyError, SettingsError
+from autoamp.grammar import MAX_ARGUMENTS, MAX_ITEMS
+from autoamp.policy import DEVICES, LossScaleRule, ModuleRule, OpRule, ParameterRule, Policy
+from autoamp.settings import Settings
 
 MIXED_DEVICES = {"cuda": "float16", "cpu": "bfloat16", "xpu": "bfloat16", "mps": "float16"}
 TORCHS_SCALE = LossScaleRule("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 0.0, float("inf"))
@@ -46,15 +48,23 @@ def message_about(reference: object, origin: str = "AUTO_MIXED_PRECISION") -> st
 # --- the shipped ones ----------------------------------------------------------------------------
 
 
+OTHERS = {"safe", "fast", "tensorflow", "apex-o1", "mxnet", "paddle"}
+
+
 def test_these_policies_are_shipped():
-    assert set(policyfile.shipped()) == set(SHIPPED)
+    assert set(policyfile.shipped()) == {*SHIPPED, *OTHERS}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_policy_is_what_its_file_says(name):
     devices, loss_scale = SHIPPED[name]
     source = str(policyfile.shipped()[name])
-    assert policyfile.load(name) == Policy(name, source, devices, "float32", loss_scale)
+    expected = Policy(name, source, devices, loss_scale=loss_scale)
+    assert replace(policyfile.load(name), ops=(), base=expected.base) == expected
+
+
+def test_the_default_policy_runs_float16_by_the_lists_of_cuda_on_every_device():
+    assert policyfile.load("default").base == {"float16": "cuda", "bfloat16": "device"}
 
 
 def test_a_policy_that_says_nothing_is_the_one_in_torch_yaml():
@@ -152,6 +162,396 @@ def test_an_anchor_repeats_a_word_or_a_map(mine):
     assert policy.devices == dict.fromkeys(DEVICES, "bfloat16")
 
 
+# --- ops -----------------------------------------------------------------------------------------
+
+
+def said_of(policy: Policy) -> list[tuple[str, str]]:
+    """(op, its list) of every rule in order; ``-list`` for a removal."""
+    return [(rule.op, rule.into or f"-{rule.leaves}") for rule in policy.ops]
+
+
+def test_the_rules_of_a_file_are_removals_then_additions_then_conditions(mine, tmp_path):
+    policy = mine(
+        """
+ops:
+  when:
+  - {op: torch.Tensor.norm, when: {p: 1}, precision: lower}
+  widest: {add: [torch.linalg.vecdot], remove: ['aten::cat']}
+  lower: {add: [F.layer_norm, gelu], remove: []}
+  float32: {remove: [torch.softmax]}
+"""
+    )
+    path = tmp_path / "mine.yaml"
+    assert policy.ops == (
+        OpRule("cat", "", f"{path}:5:49", leaves="widest"),
+        OpRule("softmax", "", f"{path}:7:22", leaves="float32"),
+        OpRule("linalg_vecdot", "widest", f"{path}:5:18"),
+        OpRule("layer_norm", "lower", f"{path}:6:17"),
+        OpRule("gelu", "lower", f"{path}:6:31"),
+        OpRule("norm", "lower", f"{path}:4:10", when=(("p", 1),)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.2", 0.2),
+        ("1", 1),
+        ("+1", 1),
+        ("-1", -1),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("1e-5", 1e-5),
+        ("-1.5E+3", -1500.0),
+        (".inf", float("inf")),
+        ("-.inf", float("-inf")),
+        ("1234567890123456789012", 1234567890123456789012.0),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("tanh", "tanh"),
+        ("off", "off"),
+        ("No", "No"),
+        ("'1'", "1"),
+        ('"true"', "true"),
+        ("''", ""),
+        ("2024-01-01", "2024-01-01"),
+        ("1:30", "1:30"),
+    ],
+)
+def test_a_value_of_an_argument_is_what_yaml_1_2_makes_of_it(mine, text, value):
+    policy = mine(f"ops: {{when: [{{op: gelu, when: {{approximate: {text}}}, precision: lower}}]}}")
+    ((name, read),) = policy.ops[0].when
+    assert (name, read, type(read)) == ("approximate", value, type(value))
+
+
+def test_an_op_can_have_several_conditions_and_a_list(mine):
+    policy = mine(
+        """
+ops:
+  lower: {add: [leaky_relu]}
+  when:
+  - {op: leaky_relu, when: {negative_slope: 0.2}, precision: float32}
+  - {op: leaky_relu, when: {negative_slope: 0.3}, precision: float32}
+  - {op: leaky_relu, when: {negative_slope: 0.3, inplace: true}, precision: widest}
+"""
+    )
+    assert said_of(policy) == [
+        ("leaky_relu", "lower"),
+        ("leaky_relu", "float32"),
+        ("leaky_relu", "float32"),
+        ("leaky_relu", "widest"),
+    ]
+    assert policy.ops[3].when == (("negative_slope", 0.3), ("inplace", True))
+
+
+@pytest.mark.parametrize(
+    ("text", "ops"),
+    [
+        (
+            "{float32: {remove: [softmax]}, lower: {add: [softmax]}}",
+            [("softmax", "-float32"), ("softmax", "lower")],
+        ),
+        (
+            "{float32: {remove: [softmax]}, widest: {remove: [softmax]}}",
+            [("softmax", "-float32"), ("softmax", "-widest")],
+        ),
+        (
+            "{lower: {add: [interpolate, upsample_bicubic2d]}}",
+            [("interpolate", "lower"), ("upsample_bicubic2d", "lower")],
+        ),
+    ],
+    ids=["out of one into another", "out of both", "an op and a name for more than that"],
+)
+def test_two_lists_of_one_file_may_name_an_op_where_they_agree(mine, text, ops):
+    assert said_of(mine(f"ops: {text}")) == ops
+
+
+def test_a_file_may_contradict_the_one_it_extends(mine, tmp_path):
+    (tmp_path / "base.yaml").write_text("ops: {float32: {add: [relu], remove: [exp]}}")
+    policy = mine("extends: base.yaml\nops: {lower: {add: [relu]}, float32: {add: [exp]}}")
+    assert said_of(policy) == [
+        ("exp", "-float32"),
+        ("relu", "float32"),
+        ("relu", "lower"),
+        ("exp", "float32"),
+    ]
+    assert [rule.origin.split("/")[-1] for rule in policy.ops] == [
+        "base.yaml:1:39",
+        "base.yaml:1:23",
+        "mine.yaml:2:21",
+        "mine.yaml:2:45",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "base"),
+    [
+        ("cuda", {"float16": "cuda", "bfloat16": "cuda"}),
+        ("none", {"float16": "none", "bfloat16": "none"}),
+        ("{float16: cuda}", {"float16": "cuda", "bfloat16": "none"}),
+        ("{bfloat16: device, float16: cuda}", {"float16": "cuda", "bfloat16": "device"}),
+        ("{}", {"float16": "device", "bfloat16": "none"}),
+    ],
+)
+def test_the_lists_to_start_from_are_one_for_all_or_said_by_precision(mine, tmp_path, text, base):
+    (tmp_path / "base.yaml").write_text("ops: {base: {bfloat16: none}}")
+    assert mine(f"extends: base.yaml\nops: {{base: {text}}}").base == base
+
+
+def test_operands_and_results_of_lower(mine, tmp_path):
+    (tmp_path / "base.yaml").write_text("ops: {operands: parameter, results: float32}")
+    policy = mine("extends: base.yaml\nops: {results: keep}")
+    assert (policy.lower_operands, policy.lower_results) == ("parameter", "keep")
+    assert (Policy().lower_operands, Policy().lower_results) == ("any", "keep")
+
+
+# --- modules and parameters ----------------------------------------------------------------------
+
+
+def test_rules_for_modules_and_parameters_come_in_order(mine, tmp_path):
+    policy = mine(
+        """
+modules:
+- {name: "decoder.*.attn", precision: float32}
+- {regex: 'decoder[.][0-9]+', precision: lower, steps: {from: 10, to: 1000}}
+- {type: torch.nn.LayerNorm, precision: bfloat16, steps: {to: 5}}
+- {type: Linear, precision: float16, steps: {from: 5}}
+parameters:
+- {name: "embed.*"}
+- {regex: ".*bias"}
+"""
+    )
+    path = tmp_path / "mine.yaml"
+    assert policy.modules == (
+        ModuleRule("float32", f"{path}:3:3", name="decoder.*.attn"),
+        ModuleRule("lower", f"{path}:4:3", regex="decoder[.][0-9]+", first=10, last=1000),
+        ModuleRule("bfloat16", f"{path}:5:3", type="torch.nn.LayerNorm", last=5),
+        ModuleRule("float16", f"{path}:6:3", type="Linear", first=5),
+    )
+    assert policy.parameters == (
+        ParameterRule(f"{path}:8:3", name="embed.*"),
+        ParameterRule(f"{path}:9:3", regex=".*bias"),
+    )
+
+
+def test_a_pattern_that_python_warns_about_is_read_in_silence(mine):
+    """A set in a set may mean something else in a later Python; warnings are errors here."""
+    assert mine("modules: [{regex: '[[a]', precision: lower}]").modules[0].regex == "[[a]"
+
+
+# --- several files -------------------------------------------------------------------------------
+
+
+def written(folder, **files: str) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("quote", ["[{}]", "{}"])
+def test_a_list_of_one_is_the_same_as_one_word(mine, quote):
+    policy = mine(f"extends: {quote.format('bf16')}")
+    assert replace(policy, name="", source="") == replace(
+        policyfile.load("bf16"), name="", source=""
+    )
+
+
+def test_an_empty_list_extends_nothing(mine):
+    assert replace(mine("extends: []"), name="", source="") == Policy()
+
+
+def test_later_files_win_over_earlier_ones_in_what_they_say(mine, tmp_path):
+    written(
+        tmp_path,
+        a="devices: {cuda: bfloat16, cpu: off}\noutputs: keep\nloss_scale: {init: 8, growth: 4}\n"
+        "ops: {base: {float16: none}, operands: parameter}",
+        b="devices: {cpu: float16, mps: off}\nloss_scale: {init: 16, backoff: 0.25}\n"
+        "ops: {base: {bfloat16: cuda}}",
+    )
+    policy = mine("extends: [a.yaml, b.yaml]\nloss_scale: {interval: 7}")
+    assert policy.devices == {
+        "cuda": "bfloat16",
+        "cpu": "float16",
+        "xpu": "bfloat16",
+        "mps": "off",
+    }
+    assert policy.outputs == "keep"
+    assert policy.loss_scale == replace(
+        TORCHS_SCALE, init=16.0, growth=4.0, backoff=0.25, interval=7
+    )
+    assert policy.base == {"float16": "none", "bfloat16": "cuda"}
+    assert policy.lower_operands == "parameter"
+
+
+def test_a_file_that_says_nothing_of_a_section_does_not_reset_it(mine, tmp_path):
+    """Not even to what the files say that it extends: these have been read, and count once."""
+    written(tmp_path, team="extends: default\noutputs: keep")
+    policy = mine("extends: [bf16, ./team.yaml]")
+    assert policy.devices == dict.fromkeys(DEVICES, "bfloat16")
+    assert (policy.outputs, policy.loss_scale) == ("keep", BOUNDED_SCALE)
+
+
+def test_rules_of_ops_are_in_the_order_of_the_files_and_those_of_modules_in_the_reverse(
+    mine, tmp_path
+):
+    rules = (
+        "ops: {{lower: {{add: [{op}]}}}}\nmodules: [{{name: {name}, precision: lower}}]\n"
+        "parameters: [{{name: {name}}}]\n"
+    )
+    written(
+        tmp_path,
+        root=rules.format(op="relu", name="root"),
+        a="extends: root.yaml\n" + rules.format(op="gelu", name="a"),
+        b="extends: root.yaml\n" + rules.format(op="silu", name="b"),
+    )
+    policy = mine("extends: [a.yaml, b.yaml]\n" + rules.format(op="mish", name="mine"))
+    assert said_of(policy) == [(op, "lower") for op in ("relu", "gelu", "silu", "mish")]
+    assert [rule.name for rule in policy.modules] == ["mine", "b", "a", "root"]
+    assert [rule.name for rule in policy.parameters] == ["mine", "b", "a", "root"]
+
+
+def test_a_base_that_two_share_is_read_once_and_may_be_named_first(mine, tmp_path):
+    written(tmp_path, root="ops: {lower: {add: [relu]}}", a="extends: root.yaml")
+    assert said_of(mine("extends: [root.yaml, a.yaml]")) == [("relu", "lower")]
+
+
+def test_files_that_only_together_leave_the_bounds_of_the_scale_are_told(mine, tmp_path):
+    written(tmp_path, a="loss_scale: {init: 1024}", b="loss_scale: {min: 2048}")
+    with pytest.raises(PolicyError) as caught:
+        mine("extends: [a.yaml, b.yaml]\noutputs: keep")
+    assert str(caught.value) == (
+        f"{tmp_path / 'b.yaml'}:1:13: loss_scale.init is 1024, outside min 2048 to max inf; "
+        "change init, min or max."
+    )
+    assert mine("extends: [a.yaml, b.yaml]\nloss_scale: {init: 4096}").loss_scale.init == 4096
+
+
+def test_a_long_chain_of_files_is_refused(tmp_path):
+    for n in range(60):
+        (tmp_path / f"f{n}.yaml").write_text(f"extends: f{n + 1}.yaml")
+    assert message_about(tmp_path / "f0.yaml") == (
+        f"{tmp_path / 'f49.yaml'}:1:10: more than 50 files, each extending the next."
+    )
+
+
+# --- what a later version does -------------------------------------------------------------------
+
+LATER_DEFAULTS = (
+    "fallback: {on_error: raise, on_overflow: keep, patience: 3}\n"
+    "performance: {memory_format: keep, optimizer: keep, float32_matmul: keep, stand_down: off}\n"
+    "distributed: {gradients: keep}\n"
+)
+LATER_OTHERS = {
+    "fallback.on_error": "float32",
+    "fallback.on_overflow": "float32",
+    "fallback.patience": "1",
+    "performance.memory_format": "channels_last",
+    "performance.optimizer": "fused",
+    "performance.float32_matmul": "high",
+    "performance.stand_down": "auto",
+    "distributed.gradients": "half",
+}
+
+
+def test_what_this_version_does_is_not_to_come(mine):
+    assert replace(mine(LATER_DEFAULTS), name="", source="") == Policy()
+    assert Policy().not_yet == ()
+
+
+@pytest.mark.parametrize("what", LATER_OTHERS)
+def test_what_this_version_does_not_carry_out_is_a_sentence(mine, tmp_path, what):
+    (section, key), value = what.split("."), LATER_OTHERS[what]
+    where = f"{tmp_path / 'mine.yaml'}:3:{len(key) + 5}"
+    policy = mine(f"outputs: keep\n{section}:\n  {key}: {value}\n")
+    assert policy.not_yet == (f"{where}: {what}: {value} is not carried out by this version",)
+
+
+def test_a_sentence_is_inherited_until_a_file_sets_the_value_back(mine, tmp_path):
+    written(tmp_path, base="performance: {optimizer: fused, float32_matmul: high}")
+    inherited = mine("extends: base.yaml\nperformance: {stand_down: auto}").not_yet
+    assert [sentence.split(": ", 1)[1].split(" is ")[0] for sentence in inherited] == [
+        "performance.optimizer: fused",
+        "performance.float32_matmul: high",
+        "performance.stand_down: auto",
+    ]
+    back = mine("extends: base.yaml\nperformance: {optimizer: keep}").not_yet
+    base = tmp_path / "base.yaml"
+    assert back == (
+        f"{base}:1:49: performance.float32_matmul: high is not carried out by this version",
+    )
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def test_the_variables_add_removals_then_additions_behind_all_others(mine):
+    policy = mine("ops: {float32: {remove: [softmax]}}")
+    overridden = policyfile.with_overrides(
+        policy,
+        Settings(
+            lower_add=("torch.softmax", "F.gelu"),
+            lower_remove=("addr",),
+            float32_add=("aten::relu",),
+            float32_remove=("softmax",),
+            widest_add=("mul",),
+            widest_remove=("cat",),
+        ),
+    )
+    name = "AUTO_MIXED_PRECISION_"
+    assert overridden == replace(
+        policy,
+        ops=(
+            *policy.ops,
+            OpRule("addr", "", name + "LOWER_REMOVE", leaves="lower"),
+            OpRule("softmax", "", name + "FLOAT32_REMOVE", leaves="float32"),
+            OpRule("cat", "", name + "WIDEST_REMOVE", leaves="widest"),
+            OpRule("softmax", "lower", name + "LOWER_ADD"),
+            OpRule("gelu", "lower", name + "LOWER_ADD"),
+            OpRule("relu", "float32", name + "FLOAT32_ADD"),
+            OpRule("mul", "widest", name + "WIDEST_ADD"),
+        ),
+    )
+
+
+def test_variables_that_are_not_set_change_nothing(mine):
+    policy = mine("ops: {float32: {remove: [softmax]}}")
+    assert policyfile.with_overrides(policy, Settings()) == policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"lower_add": ("relu", "sofmax")},
+            "LOWER_ADD: unknown op 'sofmax'. Did you mean 'softmax'?",
+        ),
+        (
+            {"widest_remove": ("F.softmin",)},
+            "WIDEST_REMOVE: 'F.softmin' is made of other ops; name those: neg, softmax.",
+        ),
+        (
+            {"lower_add": ("softmax",), "float32_add": ("F.softmax",)},
+            "FLOAT32_ADD: op 'F.softmax' ('softmax') is in AUTO_MIXED_PRECISION_LOWER_ADD too; "
+            "an op is in one list: keep one.",
+        ),
+        (
+            {"float32_add": ("softmax",), "float32_remove": ("softmax",)},
+            "FLOAT32_REMOVE: op 'softmax' is in AUTO_MIXED_PRECISION_FLOAT32_ADD too; keep one.",
+        ),
+        (
+            {"widest_add": ("mul", "multiply")},
+            "WIDEST_ADD: op 'multiply' ('mul') is twice in AUTO_MIXED_PRECISION_WIDEST_ADD; "
+            "keep one.",
+        ),
+    ],
+)
+def test_a_variable_that_cannot_be_meant_is_named(settings, message):
+    with pytest.raises(SettingsError) as caught:
+        policyfile.with_overrides(Policy(), Settings(**settings))
+    assert str(caught.value) == f"AUTO_MIXED_PRECISION_{message}"
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -161,7 +561,8 @@ MISTAKES = {
     ),
     "unknown key far from all": (
         "zzz: 1",
-        "1:1: unknown key 'zzz'. Use one of: extends, devices, outputs, loss_scale.",
+        "1:1: unknown key 'zzz'. Use one of: extends, devices, ops, modules, parameters, outputs, "
+        "loss_scale, fallback, performance, distributed.",
     ),
     "unknown key inside": (
         "loss_scale:\n  mode: static\n  intervall: 5",
@@ -207,9 +608,36 @@ MISTAKES = {
         "loss_scale: {init: [1]}",
         "1:20: loss_scale.init must be a single word or number, not a list.",
     ),
-    "list for extends": (
-        "extends: [torch]",
-        "1:10: extends must be a single word or number, not a list.",
+    "map for extends": (
+        "extends: {torch: 1}",
+        "1:10: extends must be one word or a list, not a map.",
+    ),
+    "list in extends": (
+        "extends: [torch, [fp16]]",
+        "1:18: extends[1] must be a single word or number, not a list.",
+    ),
+    "no extends": (
+        "extends:",
+        "1:9: extends is empty; write a name or remove the key.",
+    ),
+    "null in extends": (
+        "extends: [torch, ~]",
+        "1:18: extends[1] is empty; write a name or remove the key.",
+    ),
+    "unknown base in a list": (
+        "extends: [torch, fp17]",
+        "1:18: unknown policy 'fp17'. Did you mean 'fp16'? A file is named by its path: "
+        "./fp17.yaml",
+    ),
+    "a base twice": (
+        "extends: [fp16, fp16]",
+        "1:17: 'fp16' is read already, for one before it, and would change nothing here; "
+        "remove it or put it first.",
+    ),
+    "a base after what extends it": (
+        "extends: [fp16, default]",
+        "1:17: 'default' is read already, for one before it, and would change nothing here; "
+        "remove it or put it first.",
     ),
     "list for a key": (
         "? [a]\n: b",
@@ -249,6 +677,302 @@ MISTAKES = {
     "an anchor inside itself": (
         "devices: &a {cuda: *a}",
         "1:10: devices.cuda must be a single word or number, not a map.",
+    ),
+    # ops
+    "null for a map": ("ops:", "1:5: ops must be a map (key: value), not null."),
+    "unknown list": (
+        "ops: {lowe: {add: [softmax]}}",
+        "1:7: unknown key 'lowe'. Did you mean 'lower'?",
+    ),
+    "list for a map of lists": (
+        "ops: {lower: [softmax]}",
+        "1:14: ops.lower must be a map (key: value), not a list.",
+    ),
+    "unknown change": (
+        "ops: {lower: {adds: [softmax]}}",
+        "1:15: unknown key 'adds'. Did you mean 'add'?",
+    ),
+    "word for a list": (
+        "ops: {lower: {add: layer_norm}}",
+        "1:20: ops.lower.add must be a list, not a single value; write [layer_norm].",
+    ),
+    "map for a list": (
+        "ops: {lower: {add: {layer_norm: 1}}}",
+        "1:20: ops.lower.add must be a list, not a map.",
+    ),
+    "null for a list": (
+        "ops: {lower: {add: ~}}",
+        "1:20: ops.lower.add must be a list, not null.",
+    ),
+    "list for an op": (
+        "ops: {lower: {add: [[softmax]]}}",
+        "1:21: ops.lower.add[0] must be a single word or number, not a list.",
+    ),
+    "unknown op": (
+        "ops:\n  float32:\n    add: [relu, sofmax]",
+        "3:17: unknown op 'sofmax' in ops.float32.add. Did you mean 'softmax'?",
+    ),
+    "a class for an op": (
+        "ops: {float32: {remove: [torch.nn.LayerNorm]}}",
+        "1:26: unknown op 'torch.nn.LayerNorm' in ops.float32.remove. Did you mean 'layer_norm'?",
+    ),
+    "an op like no other": (
+        "ops: {widest: {add: [zzz]}}",
+        "1:22: unknown op 'zzz' in ops.widest.add. Use the name of a function in "
+        "torch.nn.functional or torch, like softmax.",
+    ),
+    "a function made of ops": (
+        "ops: {float32: {add: [F.normalize]}}",
+        "1:23: 'F.normalize' in ops.float32.add is made of other ops; name those: norm, "
+        "clamp_min, div.",
+    ),
+    "an overload": (
+        "ops: {lower: {add: ['aten::softmax.int']}}",
+        "1:21: 'aten::softmax.int' in ops.lower.add is an overload; name the op, for all of "
+        "them: 'softmax'.",
+    ),
+    "an in-place form": (
+        "ops: {lower: {add: [relu_]}}",
+        "1:21: 'relu_' in ops.lower.add is an in-place form; name the op: 'relu'.",
+    ),
+    "an op twice": (
+        "ops: {lower: {add: [softmax, relu, softmax]}}",
+        "1:36: op 'softmax' is twice in ops.lower.add; keep one.",
+    ),
+    "an op twice by two names": (
+        "ops: {float32: {remove: [divide, aten::div]}}",
+        "1:34: op 'aten::div' ('divide') is twice in ops.float32.remove; keep one.",
+    ),
+    "an op in two lists": (
+        "ops:\n  lower: {add: [relu, softmax]}\n  float32: {add: [gelu, softmax]}",
+        "3:25: op 'softmax' is in ops.lower.add too; an op is in one list: keep one.",
+    ),
+    "an op in two lists by two names": (
+        "ops: {widest: {add: [upsample_nearest2d]}, lower: {add: [F.interpolate]}}",
+        "1:58: op 'F.interpolate' ('upsample_nearest2d') is in ops.widest.add too; an op is in "
+        "one list: keep one.",
+    ),
+    "an op added and removed": (
+        "ops: {float32: {add: [softmax], remove: [softmax]}}",
+        "1:42: op 'softmax' is in ops.float32.add too; keep one.",
+    ),
+    "unknown lists to start from": (
+        "ops: {base: cudaa}",
+        "1:13: ops.base is 'cudaa'. Did you mean 'cuda'?",
+    ),
+    "lists to start from in a list": (
+        "ops: {base: [cuda]}",
+        "1:13: ops.base must be one word or a map, not a list.",
+    ),
+    "unknown dtype to start from": (
+        "ops: {base: {fp16: cuda}}",
+        "1:14: unknown key 'fp16'. Did you mean 'float16'?",
+    ),
+    "unknown lists for a dtype": (
+        "ops: {base: {float16: off}}",
+        "1:23: ops.base.float16 is 'off'. Use one of: device, cuda, none.",
+    ),
+    "unknown operands": (
+        "ops: {operands: parameters}",
+        "1:17: ops.operands is 'parameters'. Did you mean 'parameter'?",
+    ),
+    "unknown results": (
+        "ops: {results: float16}",
+        "1:16: ops.results is 'float16'. Did you mean 'float32'?",
+    ),
+    # ops, under a condition
+    "a condition that is a map": (
+        "ops: {when: {op: relu}}",
+        "1:13: ops.when must be a list, not a map.",
+    ),
+    "a condition without an op": (
+        "ops: {when: [{when: {p: 1}, precision: lower}]}",
+        "1:14: ops.when[0] has no 'op'; add it.",
+    ),
+    "a condition without arguments": (
+        "ops: {when: [{op: norm, precision: lower}]}",
+        "1:14: ops.when[0] has no 'when'; add it.",
+    ),
+    "a condition without a list": (
+        "ops: {when: [{op: norm, when: {p: 1}}]}",
+        "1:14: ops.when[0] has no 'precision'; add it.",
+    ),
+    "an unknown op under a condition": (
+        "ops: {when: [{op: nrm, when: {p: 1}, precision: lower}]}",
+        "1:19: unknown op 'nrm' in ops.when[0].op. Did you mean 'norm'?",
+    ),
+    "a condition on nothing": (
+        "ops: {when: [{op: norm, when: {}, precision: lower}]}",
+        "1:31: ops.when[0].when is empty; name an argument and the value it must have.",
+    ),
+    "a condition that is a word": (
+        "ops: {when: [{op: norm, when: p, precision: lower}]}",
+        "1:31: ops.when[0].when must be a map (key: value), not a single value.",
+    ),
+    "a condition on a list": (
+        "ops: {when: [{op: norm, when: {dim: [1]}, precision: lower}]}",
+        "1:37: ops.when[0].when.dim must be a single word or number, not a list.",
+    ),
+    "a condition without a value": (
+        "ops:\n  when:\n  - op: norm\n    when:\n      dim:\n    precision: lower",
+        "5:11: ops.when[0].when.dim has no value; write the one that the argument must have.",
+    ),
+    "a condition that never holds": (
+        "ops: {when: [{op: norm, when: {p: .NaN}, precision: lower}]}",
+        "1:35: ops.when[0].when.p is '.NaN', which equals nothing; write another value.",
+    ),
+    "an argument that is no name": (
+        "ops: {when: [{op: norm, when: {2p: 1}, precision: lower}]}",
+        "1:31: ops.when[0].when names '2p', which is no argument.",
+    ),
+    "an argument twice": (
+        "ops: {when: [{op: norm, when: {p: 1, p: 2}, precision: lower}]}",
+        "1:38: key 'p' is written twice; keep one.",
+    ),
+    "unknown precision under a condition": (
+        "ops: {when: [{op: norm, when: {p: 1}, precision: float16}]}",
+        "1:50: ops.when[0].precision is 'float16'. Did you mean 'float32'?",
+    ),
+    "a condition twice": (
+        "ops:\n  when:\n  - {op: sub, when: {alpha: 2, other: 1}, precision: lower}\n"
+        "  - {op: subtract, when: {other: 1, alpha: 2}, precision: float32}",
+        "4:10: op 'subtract' has this condition twice; keep one.",
+    ),
+    # modules and parameters
+    "map for rules": (
+        "modules: {name: x, precision: lower}",
+        "1:10: modules must be a list, not a map.",
+    ),
+    "word for a rule": (
+        "modules: [encoder]",
+        "1:11: modules[0] must be a map (key: value), not a single value.",
+    ),
+    "a module without a precision": (
+        "modules:\n- {name: a, precision: lower}\n- {name: b}",
+        "3:3: modules[1] has no 'precision'; add it.",
+    ),
+    "a module that is not told": (
+        "modules: [{precision: lower}]",
+        "1:11: modules[0] needs one of: name, regex, type.",
+    ),
+    "a module told twice": (
+        "modules: [{name: a, type: Linear, precision: lower}]",
+        "1:11: modules[0] has name and type; keep one of them.",
+    ),
+    "unknown precision": (
+        "modules: [{name: a, precision: fp16}]",
+        "1:32: modules[0].precision is 'fp16'. Did you mean 'float16'?",
+    ),
+    "a precision far from all": (
+        "modules: [{name: a, precision: off}]",
+        "1:32: modules[0].precision is 'off'. Use one of: float32, lower, float16, bfloat16.",
+    ),
+    "a precision in capitals": (
+        "modules: [{name: a, precision: Float32}]",
+        "1:32: modules[0].precision is 'Float32'. Did you mean 'float32'?",
+    ),
+    "no precision": (
+        "modules: [{name: a, precision: ~}]",
+        "1:32: modules[0].precision is '~'. Use one of: float32, lower, float16, bfloat16.",
+    ),
+    "an empty name": (
+        "modules: [{name: '', precision: lower}]",
+        "1:18: modules[0].name is empty; write a name or remove the key.",
+    ),
+    "an empty regex": (
+        "modules: [{regex: '', precision: lower}]",
+        "1:19: modules[0].regex is empty and would match nothing; write a regular expression or "
+        "remove the key.",
+    ),
+    "a broken regex": (
+        "modules: [{regex: 'a[b', precision: lower}]",
+        "1:19: modules[0].regex is not a regular expression: unterminated character set at "
+        "position 1; correct it.",
+    ),
+    "a regex that counts too far": (
+        "modules: [{regex: 'a{99999999999}', precision: lower}]",
+        "1:19: modules[0].regex is not a regular expression: the repetition number is too large; "
+        "correct it.",
+    ),
+    "no class": (
+        "modules: [{type: 'nn.Layer Norm', precision: lower}]",
+        "1:18: modules[0].type is 'nn.Layer Norm', which is no class; write a class name like "
+        "torch.nn.LayerNorm.",
+    ),
+    "no steps": (
+        "modules: [{name: a, precision: lower, steps: {}}]",
+        "1:46: modules[0].steps is empty; give it from or to.",
+    ),
+    "number for steps": (
+        "modules: [{name: a, precision: lower, steps: 5}]",
+        "1:46: modules[0].steps must be a map (key: value), not a single value.",
+    ),
+    "steps that end before they begin": (
+        "modules: [{name: a, precision: lower, steps: {from: 5, to: 5}}]",
+        "1:46: steps go from 5 to 5; 'to' must be greater than 'from'.",
+    ),
+    "steps that end at once": (
+        "modules: [{name: a, precision: lower, steps: {to: 0}}]",
+        "1:51: modules[0].steps.to is '0'; use a whole number of 1 or more.",
+    ),
+    "negative steps": (
+        "modules: [{name: a, precision: lower, steps: {from: -1}}]",
+        "1:53: modules[0].steps.from is '-1'; use a whole number of 0 or more.",
+    ),
+    "half steps": (
+        "modules: [{name: a, precision: lower, steps: {from: 1.5}}]",
+        "1:53: modules[0].steps.from is '1.5'; use a whole number of 0 or more.",
+    ),
+    "a parameter that is not told": (
+        "parameters: [{}]",
+        "1:14: parameters[0] needs one of: name, regex.",
+    ),
+    "a parameter told twice": (
+        "parameters: [{name: a, regex: b}]",
+        "1:14: parameters[0] has name and regex; keep one of them.",
+    ),
+    "a parameter by type": (
+        "parameters: [{type: Linear}]",
+        "1:15: unknown key 'type'. Use one of: name, regex.",
+    ),
+    "a parameter with a precision": (
+        "parameters: [{name: a, precision: float32}]",
+        "1:24: unknown key 'precision'. Use one of: name, regex.",
+    ),
+    "a broken regex of a parameter": (
+        "parameters: [{regex: '*.bias'}]",
+        "1:22: parameters[0].regex is not a regular expression: nothing to repeat at position 0; "
+        "correct it.",
+    ),
+    # sections of a later version
+    "unknown way to fall back": (
+        "fallback: {on_error: fp32}",
+        "1:22: fallback.on_error is 'fp32'. Did you mean 'float32'?",
+    ),
+    "no patience": (
+        "fallback: {patience: 0}",
+        "1:22: fallback.patience is '0'; use a whole number from 1 to 2147483647.",
+    ),
+    "unknown memory format": (
+        "performance: {memory_format: channel_last}",
+        "1:30: performance.memory_format is 'channel_last'. Did you mean 'channels_last'?",
+    ),
+    "a switch for a word": (
+        "performance: {stand_down: True}",
+        "1:27: performance.stand_down is 'True'. Use one of: auto, off.",
+    ),
+    "unknown gradients": (
+        "distributed: {gradients: float16}",
+        "1:26: distributed.gradients is 'float16'. Use one of: keep, half.",
+    ),
+    # what is quoted
+    "a word of two lines": (
+        'outputs: "ke\\nep"',
+        "1:10: outputs is 'ke\\nep'. Did you mean 'keep'?",
+    ),
+    "a long word": (
+        f"outputs: {'k' * 1000}",
+        f"1:10: outputs is '{'k' * 288} … {'k' * 271}'. Use one of: float32, keep.",
     ),
 }
 FINITE, OVER_1, UP_TO_1 = (
@@ -375,6 +1099,42 @@ def test_aliases_that_multiply_cost_nothing(mine):
         mine("\n".join(["l0: &l0 [x]", *levels]))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "ops:\n  when:\n  - &a {op: relu, when: {"
+            + ", ".join(f"a{i}: 1" for i in range(51))
+            + "}, "
+            "precision: lower}\n" + "  - *a\n" * 5000,
+            "3:25: ops.when[0].when names more than 50 arguments.",
+        ),
+        (
+            "modules:\n- &a {name: x, precision: lower}\n" + "- *a\n" * MAX_ITEMS,
+            "2:1: modules has more than 10000 entries.",
+        ),
+        (
+            "ops: {lower: {add: [" + ", ".join(["relu"] * (MAX_ITEMS + 1)) + "]}}",
+            "1:20: ops.lower.add has more than 10000 entries.",
+        ),
+    ],
+    ids=["arguments", "rules", "ops"],
+)
+def test_more_than_anyone_would_write_is_refused(mine, tmp_path, text, message):
+    with pytest.raises(PolicyError) as caught:
+        mine(text)
+    assert str(caught.value) == f"{tmp_path / 'mine.yaml'}:{message}"
+
+
+def test_as_much_as_is_allowed_is_read(mine):
+    arguments = ", ".join(f"a{i}: 1" for i in range(MAX_ARGUMENTS))
+    rules = "- &a {name: x, precision: lower}\n" + "- *a\n" * (MAX_ITEMS - 1)
+    policy = mine(
+        f"ops: {{when: [{{op: relu, when: {{{arguments}}}, precision: lower}}]}}\nmodules:\n{rules}"
+    )
+    assert (len(policy.ops[0].when), len(policy.modules)) == (MAX_ARGUMENTS, MAX_ITEMS)
+
+
 TAGS = {
     "a word": ("outputs: !!python/name:os.system", "1:10"),
     "a list": ("outputs: !!python/object/apply:os.system ['echo > built']", "1:10"),
@@ -384,6 +1144,12 @@ TAGS = {
     "a module": ("outputs: !!python/module:antigravity", "1:10"),
     "one's own": ("outputs: !mine keep", "1:10"),
     "binary": ("outputs: !!binary a2VlcA==", "1:10"),
+    "a list of ops": ("ops: {lower: {add: !!set [relu]}}", "1:20"),
+    "an op": ("ops: {lower: {add: [!op relu]}}", "1:21"),
+    "a list of files": ("extends: !!python/tuple [torch]", "1:10"),
+    "an argument": ("ops: {when: [{op: norm, when: {p: !!python/name:os.system }}]}", "1:14"),
+    "a rule": ("parameters: [!!omap {name: a}]", "1:14"),
+    "a pattern": ("parameters: [{regex: !regex a}]", "1:22"),
 }
 
 
@@ -420,9 +1186,9 @@ def test_an_unknown_name_comes_with_who_asked_and_the_nearest_name():
         "AUTO_MIXED_PRECISION_POLICY: unknown policy 'fp6'. Did you mean 'fp16'? "
         "A file is named by its path: ./fp6.yaml"
     )
-    assert message_about("mine") == (
-        "AUTO_MIXED_PRECISION: unknown policy 'mine'. Use one of: bf16, default, fp16, torch. "
-        "A file is named by its path: ./mine.yaml"
+    assert message_about("zzz") == (
+        "AUTO_MIXED_PRECISION: unknown policy 'zzz'. "
+        f"Use one of: {', '.join(policyfile.shipped())}. A file is named by its path: ./zzz.yaml"
     )
 
 
@@ -469,10 +1235,31 @@ def test_a_circle_of_extends_is_refused(tmp_path, files):
     assert message.endswith(":1:10: 'extends' goes round in a circle; remove one reference.")
 
 
+def test_a_circle_is_named_where_it_closes(tmp_path):
+    written(
+        tmp_path,
+        mine="extends: [torch, a.yaml]",
+        a="outputs: keep\nextends: [fp16, b.yaml,\n  mine.yaml]",
+        b="extends: torch",
+    )
+    assert message_about(tmp_path / "mine.yaml") == (
+        f"{tmp_path / 'a.yaml'}:3:3: 'extends' goes round in a circle; remove one reference."
+    )
+
+
+def test_a_base_with_a_path_that_cannot_be_is_named_where_it_is_asked_for(mine, tmp_path):
+    with pytest.raises(PolicyError) as caught:
+        mine('extends: "a\\0.yaml"')
+    assert str(caught.value).startswith(f"{tmp_path / 'mine.yaml'}:1:10: ")
+    assert str(caught.value).endswith("; give the path of a readable policy file.")
+
+
 # --- whatever it is ------------------------------------------------------------------------------
 
 WORDS = (
     "extends devices outputs loss_scale init min max mode interval cuda cpu torch keep off float16 "
+    "ops base lower float32 widest add remove when op precision operands results relu softmax p "
+    "modules parameters name regex type steps from to fallback patience performance distributed "
     "./a.yaml ~x/a.yaml mine.yaml ../ 1 .inf : { } [ ] & * ! - ? | > ' \" % @ # , << --- ... \\x00"
 )
 PIECES = st.sampled_from((*WORDS.split(), ": ", "\n", "\n  ", "\t", " ", "\0", "\ufeff", "\u2028"))

@@ -105,7 +105,7 @@ def test_a_run_in_float16_is_told_in_two_lines_and_one_report(run, tmp_path):
     assert [row["target"] for row in content["patches"]] == [patch.target for patch in PATCHES]
     assert {row["outcome"] for row in content["patches"]} <= {"applied", "absent"}
     assert content["replaced_since"] == []
-    assert all(sorted(row) == ["device", "op", "why"] for row in content["kernels"])
+    assert all(sorted(row) == ["device", "list", "op", "why"] for row in content["kernels"])
     assert found.stderr == [
         start_line(found, "cpu float16, dynamic loss scale 65536"),
         "autoamp: 4 regions, 2 steps taken, 1 skipped, final loss scale 32768",

@@ -25,6 +25,12 @@ def test_nothing_set_means_the_defaults():
         report=None,
         strict=False,
         only=(),
+        lower_add=(),
+        lower_remove=(),
+        float32_add=(),
+        float32_remove=(),
+        widest_add=(),
+        widest_remove=(),
     )
 
 
@@ -68,6 +74,17 @@ def test_without_policy_the_switch_is_who_asked(empty):
         *[("STRICT", text, "strict", False) for text in ("0", "False", "off", "no")],
         ("ONLY", "train*.py", "only", ("train*.py",)),
         ("ONLY", " train*.py , !train_old.py,, ", "only", ("train*.py", "!train_old.py")),
+        ("LOWER_ADD", "softmax", "lower_add", ("softmax",)),
+        ("LOWER_REMOVE", "mm,bmm", "lower_remove", ("mm", "bmm")),
+        (
+            "FLOAT32_ADD",
+            " F.gelu , torch.Tensor.mm,, ",
+            "float32_add",
+            ("F.gelu", "torch.Tensor.mm"),
+        ),
+        ("FLOAT32_REMOVE", "aten::pow", "float32_remove", ("aten::pow",)),
+        ("WIDEST_ADD", "mul,mul", "widest_add", ("mul", "mul")),
+        ("WIDEST_REMOVE", ",", "widest_remove", ()),
     ],
 )
 def test_a_variable_is_read_as(name, text, field, value):
@@ -112,14 +129,23 @@ def test_a_loss_scale_that_float32_cannot_hold_or_invert_is_refused(text):
     )
 
 
+KNOWN = (
+    "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, STRICT, ONLY, LOWER_ADD, LOWER_REMOVE, "
+    "FLOAT32_ADD, FLOAT32_REMOVE, WIDEST_ADD, WIDEST_REMOVE."
+)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
         ("DTYP", "Did you mean AUTO_MIXED_PRECISION_DTYPE?"),
         ("LOSSSCALE", "Did you mean AUTO_MIXED_PRECISION_LOSS_SCALE?"),
         ("STRICKT", "Did you mean AUTO_MIXED_PRECISION_STRICT?"),
-        ("Z", "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, STRICT, ONLY."),
-        ("", "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, STRICT, ONLY."),
+        ("FLOAT32_AD", "Did you mean AUTO_MIXED_PRECISION_FLOAT32_ADD?"),
+        ("LOWER_DELETE", "Did you mean AUTO_MIXED_PRECISION_LOWER_REMOVE?"),
+        ("log", "Did you mean AUTO_MIXED_PRECISION_LOG?"),
+        ("Z", KNOWN),
+        ("", KNOWN),
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_right_one(name, hint):

@@ -1,0 +1,1 @@
+"""Every op runs in the precision that the policy says."""
