@@ -121,23 +121,33 @@ class Kernels:
 
 
 def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
-    """The function behind a kernel: ``f(keyset, *args, **kwargs)``."""
-    torchs = _call(kernel, kernel.torchs, is_torchs=True)
-    ours = _call(kernel, kernel.category)
-    if kernel.only_with is not None or kernel.never_with is not None:
-        ours = _by_operands(kernel, ours, _call(kernel, FLOAT32))
-    if kernel.conditions:
-        choices = [(c.values, _call(kernel, c.category)) for c in reversed(kernel.conditions)]
-        ours = _by_values(choices, ours)
+    """The function behind a kernel: ``f(keyset, *args, **kwargs)``.
+
+    What it does is worked out at its first call: of hundreds of kernels few are ever called.
+    """
     is_cached = torch.is_autocast_cache_enabled
+    torchs = ours = None
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal torchs, ours
+        if torchs is None or ours is None:
+            torchs, ours = _call(kernel, kernel.torchs, is_torchs=True), _ours(kernel)
         # A region that torch.compile has traced keeps no casts: that alone tells it from others.
         if local.region is None and is_cached():
             return torchs(keyset, args, kwargs)
         return ours(keyset, args, kwargs)
 
     return run
+
+
+def _ours(kernel: Kernel) -> Call:
+    ours = _call(kernel, kernel.category)
+    if kernel.only_with is not None or kernel.never_with is not None:
+        ours = _by_operands(kernel, ours, _call(kernel, FLOAT32))
+    if kernel.conditions:
+        choices = [(c.values, _call(kernel, c.category)) for c in reversed(kernel.conditions)]
+        ours = _by_values(choices, ours)
+    return ours
 
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -67,6 +67,8 @@ def kernels(
     `covers` tells the parameters whose ops stay float32, where the policy has such rules.
     """
     fixed = {kernel.op: kernel for kernel in fixups.kernels_for(device_type, dtype)}
+    if policy.follows_torch(dtype):
+        return list(fixed.values())
     return [
         fixed.get(row.op) or _kernel(policy, row, device_type, covers)
         for row in rows(policy, device_type, dtype)

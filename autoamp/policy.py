@@ -123,6 +123,11 @@ class Policy:
         asked = (*self.devices.values(), *(rule.precision for rule in self.modules))
         return self.loss_scale.mode != "off" and "float16" in asked
 
+    def follows_torch(self, dtype: str) -> bool:
+        """Whether every op of a region in `dtype` runs as torch's own lists for the device say."""
+        looks = self.lower_operands != "any" or self.lower_results != "keep" or self.parameters
+        return self.base[dtype] == "device" and not self.ops and not looks
+
     def forced(self, dtype: str | None, loss_scale: str | float | None) -> Policy:
         """This policy with ``AUTO_MIXED_PRECISION_DTYPE`` and ``_LOSS_SCALE`` put over it."""
         policy = self

@@ -108,7 +108,8 @@ class Session:
             decision = decide(device, self.policy, self.settings.dtype is not None)
             self.decisions[device.type] = decision
             if decision.dtype is not None:
-                self.kernels.register(plan.kernels(self.policy, device.type, decision.word))
+                covers = self.modules.covers if self.policy.parameters else None
+                self.kernels.register(plan.kernels(self.policy, device.type, decision.word, covers))
             self._announce(device.type, decision)
         return decision
 

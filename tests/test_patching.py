@@ -19,7 +19,7 @@ import wrapt
 from torch import nn
 
 import autoamp
-from autoamp import activation, bootstrap
+from autoamp import activation, bootstrap, patches
 from autoamp.errors import PatchError
 from autoamp.patches import FUNCTIONAL, PATCHES
 from autoamp.patching import Ledger, Patch
@@ -198,7 +198,7 @@ def test_an_optimizer_from_an_active_time_works_on_afterwards(mixed):
 
 def test_kernels_are_taken_out_of_the_dispatcher(mixed):
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    session = mixed("default", "float16")  # CUDA's lists on the CPU: softmax is not in the CPU's own
+    session = mixed("default", "float16")  # CUDA's lists on the CPU, whose own has no softmax
     assert not has("aten::softmax.int", "AutocastCPU")
     session.decide(torch.device("cpu"))
     assert has("aten::softmax.int", "AutocastCPU")
@@ -239,7 +239,7 @@ def with_bogus_row(optional: bool = False) -> tuple[Patch, ...]:
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_a_target_that_is_missing_restores_all_and_is_named(monkeypatch, capsys, strict):
     before = {**snapshot(), **{cls: vars(cls)["step"] for cls in (torch.optim.SGD,)}}
-    monkeypatch.setattr(activation, "PATCHES", with_bogus_row())
+    monkeypatch.setattr(patches, "PATCHES", with_bogus_row())
     monkeypatch.setenv("AUTO_MIXED_PRECISION_STRICT", strict)
     expected = (
         f"torch.nn.functional:no_such_op does not exist in torch {torch.__version__}; "
@@ -263,7 +263,7 @@ def test_a_target_that_is_missing_restores_all_and_is_named(monkeypatch, capsys,
 
 
 def test_an_optional_target_that_is_missing_is_listed_as_absent(mixed, monkeypatch):
-    monkeypatch.setattr(activation, "PATCHES", with_bogus_row(optional=True))
+    monkeypatch.setattr(patches, "PATCHES", with_bogus_row(optional=True))
     mixed()
     rows = {row["target"]: row["outcome"] for row in autoamp.status()["patches"]}
     assert rows.pop("torch.nn.functional:no_such_op") == "absent"
