@@ -65,7 +65,9 @@ _HOLDS: Mapping[str, Callable[[float, float], bool]] = {  # all false for NaN
 
 def _free_text(piece: Piece, kind: grammar.Text) -> str:
     text = scalar(piece)
-    problem = kind.problem("" if kind_of(piece.node) == "null" else text)
+    if kind_of(piece.node) == "null":
+        raise piece.error(f"{piece.what} is empty; give it a value or remove the key.")
+    problem = kind.problem(text)
     if problem:
         raise piece.error(f"{piece.what} {problem}.")
     return text

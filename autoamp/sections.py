@@ -15,6 +15,10 @@ def _name(text: str) -> str:
     return "" if text.strip() else "is empty; write a name or remove the key"
 
 
+def _any_name(text: str) -> str:
+    return ""
+
+
 def _regex(text: str) -> str:
     if not text:
         return "is empty and would match nothing; write a regular expression or remove the key"
@@ -36,6 +40,7 @@ def _class(text: str) -> str:
 _NOT_BLANK = {"pattern": r"\S"}
 _REFERENCE = Text("A shipped policy, or the path of a file.", _name, _NOT_BLANK)
 _NAME = Text("A glob over qualified names; `*` matches dots too.", _name, _NOT_BLANK)
+_MODULE_NAME = Text(f"{_NAME.about} '' is the outermost module.", _any_name, {})
 _REGEX = Text(
     "A regular expression that matches a whole qualified name.",
     _regex,
@@ -113,7 +118,7 @@ _STEPS = Map(
 _MODULE = Map(
     "Some modules, told by name or by class, and their precision.",
     {
-        "name": _NAME,
+        "name": _MODULE_NAME,
         "regex": _REGEX,
         "type": _CLASS,
         "precision": Word("The precision in which they run.", words.MODULE_PRECISIONS),

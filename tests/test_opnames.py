@@ -189,6 +189,11 @@ def test_a_name_that_means_other_ops_calls_one_of_them(name):
         ("F.layernorm", "unknown op 'F.layernorm' in x. Did you mean 'layer_norm'?"),
         ("Softmax", "unknown op 'Softmax' in x. Did you mean 'softmax'?"),
         ("torch.nn.BatchNorm", "unknown op 'torch.nn.BatchNorm' in x. Did you mean 'batch_norm'?"),
+        (
+            "torch.nn.modules.normalization.LayerNorm",
+            "unknown op 'torch.nn.modules.normalization.LayerNorm' in x. "
+            "Did you mean 'layer_norm'?",
+        ),
         ("normalise", "unknown op 'normalise' in x. Did you mean 'normalize'?"),
         (
             "softmax.int",

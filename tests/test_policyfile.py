@@ -336,6 +336,12 @@ parameters:
     )
 
 
+def test_the_empty_name_is_that_of_the_outermost_module(mine, tmp_path):
+    """As in `torch.nn.Module.named_modules`."""
+    policy = mine("modules: [{name: '', precision: float32}]")
+    assert policy.modules == (ModuleRule("float32", f"{tmp_path / 'mine.yaml'}:1:11", name=""),)
+
+
 def test_a_pattern_that_python_warns_about_is_read_in_silence(mine):
     """A set in a set may mean something else in a later Python; warnings are errors here."""
     assert mine("modules: [{regex: '[[a]', precision: lower}]").modules[0].regex == "[[a]"
@@ -618,11 +624,11 @@ MISTAKES = {
     ),
     "no extends": (
         "extends:",
-        "1:9: extends is empty; write a name or remove the key.",
+        "1:9: extends is empty; give it a value or remove the key.",
     ),
     "null in extends": (
         "extends: [torch, ~]",
-        "1:18: extends[1] is empty; write a name or remove the key.",
+        "1:18: extends[1] is empty; give it a value or remove the key.",
     ),
     "unknown base in a list": (
         "extends: [torch, fp17]",
@@ -875,9 +881,21 @@ MISTAKES = {
         "modules: [{name: a, precision: ~}]",
         "1:32: modules[0].precision is '~'. Use one of: float32, lower, float16, bfloat16.",
     ),
-    "an empty name": (
-        "modules: [{name: '', precision: lower}]",
-        "1:18: modules[0].name is empty; write a name or remove the key.",
+    "empty extends": (
+        "extends: ['']",
+        "1:11: extends[0] is empty; write a name or remove the key.",
+    ),
+    "no name": (
+        "modules: [{precision: lower, name: ~}]",
+        "1:36: modules[0].name is empty; give it a value or remove the key.",
+    ),
+    "no regex": (
+        "parameters: [{regex: null}]",
+        "1:22: parameters[0].regex is empty; give it a value or remove the key.",
+    ),
+    "an empty name of a parameter": (
+        "parameters: [{name: ' '}]",
+        "1:21: parameters[0].name is empty; write a name or remove the key.",
     ),
     "an empty regex": (
         "modules: [{regex: '', precision: lower}]",
@@ -1178,6 +1196,16 @@ def test_a_directory_is_named(tmp_path):
     path.mkdir()
     assert message_about(path) == (
         f"{path}: Is a directory; give the path of a readable policy file."
+    )
+
+
+def test_a_file_asked_for_in_a_folder_that_is_gone_is_named(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert message_about("./none.yaml") == (
+        "none.yaml: No such file or directory; give the path of a readable policy file."
     )
 
 
