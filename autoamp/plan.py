@@ -66,11 +66,10 @@ def kernels(
 
     `covers` tells the parameters whose ops stay float32, where the policy has such rules.
     """
-    fixed = {kernel.op: kernel for kernel in fixups.kernels_for(device_type, dtype)}
     if policy.follows_torch(dtype):
-        return list(fixed.values())
+        return fixups.kernels_for(device_type, dtype)
     return [
-        fixed.get(row.op) or _kernel(policy, row, device_type, covers)
+        _kernel(policy, row, device_type, covers)
         for row in rows(policy, device_type, dtype)
         if row.kernel == OUR_KERNEL
     ]
@@ -100,7 +99,7 @@ def _row(
         or policy.lower_results == "float32"
         or policy.parameters
     )
-    if name in broken:
+    if name in broken and category == AS_GIVEN:
         category, origin, kernel = FLOAT32, broken[name], OUR_KERNEL
     elif category != own or conditions or looks:
         kernel = OUR_KERNEL
@@ -149,11 +148,14 @@ def _names(packet: str) -> list[str]:
 
 
 def _overloads(family: str) -> Iterator[str]:
-    """Every overload that computes from tensors, the in-place ones and those with ``out=`` too."""
+    """Every overload that computes from tensors, the in-place ones and those with ``out=`` too.
+
+    And `view_as_complex`, which torch itself casts on the CPU: half has no complex view.
+    """
     for packet in (family, f"{family}_"):
         for which in _names(packet) if hasattr(torch.ops.aten, packet) else ():
             name = packet if which == "default" else f"{packet}.{which}"
-            if _computes(overload(name)._schema):
+            if _computes(overload(name)._schema) or name in torchs_lists("cpu"):
                 yield name
 
 
