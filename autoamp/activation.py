@@ -76,6 +76,7 @@ def _policy(asked: settings.Settings, reference: str | None) -> Policy:
 
 
 def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
+    plan.check(policy)
     local = Local()
     opened = Session(
         asked,
@@ -87,7 +88,6 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         Kernels(local),
         local,
     )
-    plan.check(policy)
     opened.modules = modules.Rules(opened)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)

@@ -184,7 +184,7 @@ def _about_ops(found: Mapping[str, Any]) -> Iterator[str]:
 def _rule(rule: Mapping[str, Any], precision: str) -> str:
     kind = next(kind for kind in ("name", "regex", "type") if kind in rule)
     steps = "".join(f", {word} step {step}" for word, step in rule.get("steps", {}).items())
-    return f"{kind} {one_line(rule[kind])}: {precision}{steps} ({place(rule['origin'])})"
+    return f'{kind} "{one_line(rule[kind])}": {precision}{steps} ({place(rule["origin"])})'
 
 
 def _loss_scale(found: Mapping[str, Any]) -> str:

@@ -64,6 +64,12 @@ class Islands:
             if id(module) not in rules.table:
                 return self._call(entry, region, args, kwargs)
         rules.last_region[id(module)] = region
+        if rules.parts.is_mixed and id(module) in rules.parts.plain:
+            rules.parts.is_mixed = False
+            try:
+                return self._call(entry, region, args, kwargs)
+            finally:
+                rules.parts.is_mixed = True
         return self._call(entry, region, args, kwargs)
 
     def _call_again(
@@ -88,7 +94,7 @@ class Islands:
         Torch keeps one cast of each weight, in whatever dtype was asked first: only islands of the
         region's own dtype may use those. They stay good while float32 runs.
         """
-        precision = entry if isinstance(entry, str) else self.rules.in_force(entry)
+        precision = self.rules.in_force(entry) if isinstance(entry, tuple) else entry
         if not precision:
             return self.original(*args, **kwargs)
         lower = self.session.decisions[device_type].dtype
@@ -117,14 +123,20 @@ class Islands:
 
     def call_traced_root(self, *args: Any, **kwargs: Any) -> Any:
         """The call for which traced code has just opened a region."""
-        self.learn_in_trace(args[0])
+        self.enter_in_trace(next(args[0].parameters()).device.type)
+        if self.rules.ask_names:
+            self.learn_in_trace(args[0])
         return self.call_traced(*args, **kwargs)
 
     def call_traced(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a region, opened by traced code or outside of it."""
         module, rules = args[0], self.rules
-        edition = rules.edition if self.where_in_trace() == "eager" else ""
-        word = self.word_for_class(type(module), rules.phase, edition)
+        if self.where_in_trace() == "eager":
+            word = self.word_for_class(
+                type(module), rules.parts.is_mixed, rules.phase, rules.parts.edition
+            )
+        else:
+            word = self.word_for_class(type(module), True, rules.phase, "")
         if word == "each":
             word = self.word_for_module(module, rules.phase)
         if not word:
@@ -146,16 +158,22 @@ class Islands:
         return "traced" if nesting and not torch.is_autocast_cache_enabled() else ""
 
     @_constant_in_traces
-    def learn_in_trace(self, root: torch.nn.Module) -> str:
-        """Find the rules of a root; guarded, so that they hold for what is below as well."""
-        self._traced.device_type = next(root.parameters()).device.type
-        self.rules.learn(root)
+    def enter_in_trace(self, device_type: str) -> str:
+        """Note what device the region that traced code opens is for."""
+        self._traced.device_type = device_type
+        self.rules.has_learned = True
         return ""
 
     @_constant_in_traces
-    def word_for_class(self, cls: type, phase: str, edition: str) -> str:
+    def learn_in_trace(self, root: torch.nn.Module) -> str:
+        """Find the rules of a root; guarded, so that they hold for what is below as well."""
+        self.rules.learn_traced(root)
+        return ""
+
+    @_constant_in_traces
+    def word_for_class(self, cls: type, is_mixed: bool, phase: str, edition: str) -> str:
         """What a module of this class changes: "each" has to be asked, "cuda float32", nothing."""
-        if self.rules.are_told_apart(cls):
+        if is_mixed and self.rules.parts.are_told_apart(cls):
             return "each"
         return self._word(self.rules.of_class(cls))
 

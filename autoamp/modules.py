@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .naming import Named, Patterns, children, collect_names, outermost_owners
+from .traced import Parts, is_never_called
 
 if TYPE_CHECKING:
     from .session import Session
@@ -34,6 +35,17 @@ _SEARCHES = 16
 _MAX_COMPLAINTS = 8
 
 
+def _nothing() -> None:
+    return None
+
+
+class _Local(threading.local):
+    """What one thread is in: a root, and whether its tree may be looked through once more."""
+
+    root: weakref.ref[Module] | None = None
+    may_look: bool = False
+
+
 class Rules:
     """The module and parameter rules of one session, and what they mean for the modules seen."""
 
@@ -45,22 +57,22 @@ class Rules:
         """By the id of a module, or of the class of one that nobody knows: where it last ran."""
         self.phase = "0"
         """Changes when a rule's steps begin or end; compiled code guards on it."""
-        self.edition = "0"
-        """Changes when modules of one class may no longer be treated alike; guarded, too."""
+        self.parts = Parts()
         self._rules = session.policy.modules
         self._modules = Patterns(self._rules)
         self._parameters = Patterns(session.policy.parameters)
+        self.ask_names = self._modules.ask_names or self._parameters.ask_names
         borders = {step for rule in self._rules for step in (rule.first, rule.last)}
         self._borders = sorted(borders - {0, float("inf")})
-        self._local = threading.local()
+        self._local = _Local()
         self._searches: dict[str, int] = {}
+        self.has_learned = False
         self._has_looked_for_typos = False
         self._living: dict[int, weakref.ref[Any]] = {}
         self._names: dict[int, set[str]] = {}
         self._own: dict[int, Candidates] = {}
         self._traced: dict[int, Candidates] = {}
         self._by_class: dict[int, Candidates] = {}
-        self._told_apart: dict[int, bool] = {}
         self._roots: dict[int, bool] = {}
         self._tops: dict[int, list[weakref.ref[Module]]] = {}
         self._slots: dict[int, list[str]] = {}
@@ -72,7 +84,7 @@ class Rules:
             self._own,
             self._traced,
             self._by_class,
-            self._told_apart,
+            *self.parts.tables,
             self._roots,
             self._tops,
             self._slots,
@@ -86,13 +98,14 @@ class Rules:
         if id(root) not in self._roots:
             self.learn(root)
         for key, slots in list(self._slots.items()):
-            module = self._living.get(key, _dead)()
+            module = self._living.get(key, _nothing)()
             if module is not None:
                 self._cover(module, slots)  # a parameter may have been replaced
         self._local.root = self._living[id(root)]
         self._local.may_look = True
         if self._borders or not self._has_looked_for_typos:
             self.step_ended()
+        self.parts.is_mixed = id(root) in self.parts.mixed
         return self.table[id(root)]
 
     def of_stranger(self, module: Module) -> Entry:
@@ -104,18 +117,18 @@ class Rules:
         if not self._local.may_look:
             return self.of_unseen(type(module))
         self._local.may_look = False
-        root = self._local.root()
+        root = self._local.root and self._local.root()
         if root is not None:
             self.learn(root)
         if id(module) not in self.table:
-            self._assign(_named_below(module, but_not=self.table), [module])
+            self._assign(_named_below(module, but_not=self.table), [module], {})
         return self.table[id(module)]
 
     def of_unseen(self, cls: type) -> Entry:
         """The entry of a module of which nothing is known but the class."""
         return self._entry(self.of_class(cls))
 
-    def in_force(self, candidates: Candidates | None) -> str:
+    def in_force(self, candidates: Candidates) -> str:
         """The precision that the first rule in its steps asks for, or an empty word."""
         if not candidates:
             return ""
@@ -149,7 +162,7 @@ class Rules:
 
     def check_matches(self) -> None:
         """Name the rules that match nothing in any model that ran, and what they may mean; once."""
-        if self._has_looked_for_typos or not self._roots:
+        if self._has_looked_for_typos or not self.has_learned:
             return
         self._has_looked_for_typos = True
         missing = [
@@ -162,6 +175,11 @@ class Rules:
         if more := missing[_MAX_COMPLAINTS:]:
             self.session.speech.notice(f"autoamp: {len(more)} more rules match nothing")
 
+    def close(self) -> None:
+        """The end: what was never said is said, and Dynamo is as it was."""
+        self.check_matches()
+        self.parts.close()
+
     # Asked while code is traced
 
     def of_class(self, cls: type) -> Candidates:
@@ -172,10 +190,6 @@ class Rules:
             candidates = self._until_untimed(self._modules.of_class(cls))
             self._by_class[id(cls)] = candidates
         return candidates
-
-    def are_told_apart(self, cls: type) -> bool:
-        """Whether modules of this class have to be asked one by one."""
-        return id(cls) in self._told_apart
 
     def of_traced(self, module: Module) -> Candidates:
         """The candidates of one module inside traced code.
@@ -193,9 +207,12 @@ class Rules:
         ``vae.decoder`` never calls ``vae``, for which its policy was written. Only where the owner
         was never called do they start from the root, too.
         """
+        self.has_learned = True
         self._remember(root)
         owners = self._known_tops(id(root)) or self._owners(root)
-        self._roots[id(root)] = not any(id(owner) in self._roots for owner in owners)
+        self._roots[id(root)] = not any(
+            id(owner) in self._roots for owner in owners if owner is not root
+        )
         found: Named = {}
         started: dict[int, Module] = {}
         bases = [*owners, *([root] if self._roots[id(root)] else [])]
@@ -211,7 +228,12 @@ class Rules:
                         bases.append(found[key][0])
         held = {id(child) for module, _ in found.values() for _, child in children(module)}
         tops = [base for key, base in started.items() if key not in held]
-        self._assign(found, tops or [*started.values()])
+        self._assign(found, tops or [root], started)
+
+    def learn_traced(self, root: Module) -> None:
+        """The same for a root whose calls are traced, each root's by itself."""
+        self.learn(root)
+        self.parts.raise_limits(len(self._roots))
 
     def _known_tops(self, key: int) -> list[Module]:
         return [top for reference in self._tops.get(key, ()) if (top := reference()) is not None]
@@ -219,12 +241,12 @@ class Rules:
     def _owners(self, root: Module) -> list[Module]:
         kind = f"{type(root).__module__}.{type(root).__qualname__}"
         searches = self._searches.get(kind, 0)
-        if searches == _SEARCHES or not (self._modules.ask_names or self._parameters.ask_names):
+        if searches == _SEARCHES or not self.ask_names:
             return [root]
         self._searches[kind] = searches + 1
         return outermost_owners(root)
 
-    def _assign(self, found: Named, tops: list[Module]) -> None:
+    def _assign(self, found: Named, tops: list[Module], bases: dict[int, Module]) -> None:
         references = [self._remember(top) for top in tops]
         for key, (module, names) in found.items():
             self._remember(module)
@@ -237,12 +259,17 @@ class Rules:
             self._find_parameters(module, known)
         everywhere: dict[int, set[Candidates]] = {}
         uncalled: dict[int, set[Candidates]] = {}
-        for top in tops:
-            self._pass_down(top, (), everywhere, _always)
-            self._pass_down(top, (), uncalled, _is_never_called)
+        for base in (*tops, *bases.values()):
+            if id(base) not in everywhere:  # but for circles, that is what no other holds
+                self._pass_down(base, (), everywhere, _always)
+                self._pass_down(base, (), uncalled, is_never_called)
         for key, (module, _) in found.items():
             self.table[key] = self._entry(self._agreed(key, everywhere))
             self._trace(module, self._agreed(key, uncalled))
+        self.parts.sort(found)
+        for key in found.keys() & self.parts.plain.keys():
+            if self.table[key] is None:
+                self.table[key] = ()
 
     def _pass_down(
         self,
@@ -252,7 +279,7 @@ class Rules:
         passes: Callable[[Module], bool],
     ) -> None:
         """What holds for a module holds below it, after the rules that are there themselves."""
-        here = self._until_untimed(dict.fromkeys((*self._own[id(module)], *above)))
+        here = self._until_untimed(dict.fromkeys((*self._own.get(id(module), ()), *above)))
         known = passed.setdefault(id(module), set())
         if here not in known:
             known.add(here)
@@ -261,7 +288,8 @@ class Rules:
 
     def _agreed(self, key: int, passed: dict[int, set[Candidates]]) -> Candidates:
         """A module below several others, with different rules, follows that of who calls it."""
-        return next(iter(passed[key])) if len(passed[key]) == 1 else self._own[key]
+        candidates = passed.get(key, ())
+        return next(iter(candidates)) if len(candidates) == 1 else self._own[key]
 
     def _until_untimed(self, indices: Iterable[int]) -> Candidates:
         candidates: list[int] = []
@@ -289,10 +317,8 @@ class Rules:
         if id(module) in self._slots:
             candidates = (_COVERED,)
         self._traced[id(module)] = candidates
-        cls = type(module)
-        if id(cls) not in self._told_apart and candidates != self.of_class(cls):
-            self._told_apart[id(cls)] = True
-            self.edition = str(int(self.edition) + 1)
+        if candidates != self.of_class(type(module)):
+            self.parts.note_special(module)
 
     def _find_parameters(self, module: Module, names: set[str]) -> None:
         if not self._parameters.ask_names:
@@ -317,7 +343,10 @@ class Rules:
         """Have everything about `thing` forgotten when it dies: another may get its id."""
         key = id(thing)
         reference = self._living.get(key)
-        if reference is None or reference() is None:
+        if reference is not None and reference() is None:
+            self._forget(key, reference)
+            reference = None
+        if reference is None:
             reference = weakref.ref(thing, functools.partial(self._forget, key))
             self._living[key] = reference
         return reference
@@ -335,14 +364,5 @@ def _named_below(module: Module, but_not: dict[int, Entry]) -> Named:
     return {key: value for key, value in found.items() if key not in but_not}
 
 
-def _is_never_called(module: Module) -> bool:
-    """Whether this only holds modules, as `nn.ModuleList`: its class has no ``forward``."""
-    return type(module).forward is Module.forward
-
-
 def _always(module: Module) -> bool:
     return True
-
-
-def _dead() -> None:
-    return None

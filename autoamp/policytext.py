@@ -84,8 +84,9 @@ def _module(rule: ModuleRule) -> dict[str, Any]:
 
 
 def _pattern(rule: ModuleRule | ParameterRule) -> dict[str, str]:
-    said = ((kind, getattr(rule, kind, "")) for kind in ("name", "regex", "type"))
-    return {kind: pattern for kind, pattern in said if pattern}
+    kinds = ("regex", "type", "name")  # an empty name is that of the outermost module
+    kind = next((kind for kind in kinds if getattr(rule, kind, "")), "name")
+    return {kind: getattr(rule, kind)}
 
 
 _INFINITE = (float("inf"), float("-inf"))
@@ -167,8 +168,8 @@ def _flow(value: Any) -> str:
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z_][\w.]*", value, re.ASCII)
         return value if is_plain and yaml.safe_load(value) == value else _quoted(value)
-    if isinstance(value, float):
-        return repr(value).replace("inf", ".inf")
+    if isinstance(value, float):  # YAML 1.1 takes 1e-05 for text
+        return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value)).replace("inf", ".inf")
     return json.dumps(value)
 
 

@@ -29,17 +29,19 @@ def resolved(policy: Policy) -> Policy:
     for number, rule in enumerate(policy.ops):
         for op in opnames.resolve(rule.op):
             _hear(said.setdefault(op, {}), rule, number)
-    found: dict[tuple[Word, str], int] = {}
+    found: dict[tuple[Word, frozenset[str]], tuple[int, Word, str]] = {}
     for op, words in said.items():
         for word, number in words.items():
-            rule = policy.ops[number]
-            if word != IN_NONE:
-                found[word, _name(op, word, rule, said)] = number
-            elif "refused" in opnames.table()["ops"].get(op, {}).values():
-                raise PolicyError(
-                    f"{rule.origin}: this lets through {op}, which torch refuses, and {NO_FILE}"
-                )
-    rules = [_rule(word, name, policy.ops[number]) for (word, name), number in _in_order(found)]
+            if word == IN_NONE:
+                _check_is_not_refused(op, policy.ops[number])
+                continue
+            name = _name(op, word, policy.ops[number], said)
+            meant = frozenset(opnames.resolve(name))  # two names for the same would be a mistake
+            if number >= found.get((word, meant), (0,))[0]:
+                found[word, meant] = number, word, name
+    rules = (
+        _rule(policy.ops[n], word, name) for n, word, name in sorted(found.values(), key=_rank)
+    )
     return replace(policy, ops=tuple(rules))
 
 
@@ -77,16 +79,21 @@ def _name(op: str, word: Word, rule: OpRule, said: Mapping[str, Said]) -> str:
     )
 
 
-def _in_order(found: Mapping[tuple[Word, str], int]) -> list[tuple[tuple[Word, str], int]]:
-    def key(item: tuple[tuple[Word, str], int]) -> tuple[int, int, int]:
-        (word, _), number = item
-        kind = ("remove", "add", "when").index(word[0])
-        return kind, LISTS.index(word[1]) if kind < 2 else 0, number
-
-    return sorted(found.items(), key=key)
+def _check_is_not_refused(op: str, rule: OpRule) -> None:
+    if "refused" in opnames.table()["ops"].get(op, {}).values():
+        raise PolicyError(
+            f"{rule.origin}: this lets through {op}, which torch refuses, and {NO_FILE}"
+        )
 
 
-def _rule(word: Word, name: str, rule: OpRule) -> OpRule:
+def _rank(found: tuple[int, Word, str]) -> tuple[int, int, int]:
+    """The place in one file: removals and additions by list, then conditions."""
+    number, word, _ = found
+    kind = ("remove", "add", "when").index(word[0])
+    return kind, 0 if word[0] == "when" else LISTS.index(word[1]), number
+
+
+def _rule(rule: OpRule, word: Word, name: str) -> OpRule:
     if word[0] == "remove":
         return OpRule(name, "", rule.origin, leaves=word[1])
     return replace(rule, op=name)

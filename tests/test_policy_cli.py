@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import HealthCheck, assume, given, settings
@@ -273,8 +274,7 @@ def test_what_show_prints_runs_every_op_as_the_shipped_policy_does(device, tmp_p
         policy = policyfile.load(name)
         again = loaded(document(policy), tmp_path)
         ours, theirs = (
-            [replace(row, origin="") for row in plan.rows(each, device, "float16")]
-            for each in (policy, again)
+            plan.rows(without_origins(each), device, "float16") for each in (policy, again)
         )
         assert ours == theirs
         assert len(ours) > 80
@@ -337,7 +337,13 @@ POLICY = st.builds(
     lower_operands=st.sampled_from(["any", "parameter"]),
     lower_results=st.sampled_from(["keep", "float32"]),
     modules=st.lists(
-        st.builds(module_rule, st.just("name"), TEXT, st.sampled_from(MODULE_PRECISIONS), STEPS)
+        st.builds(
+            module_rule,
+            st.just("name"),
+            TEXT | st.just(""),
+            st.sampled_from(MODULE_PRECISIONS),
+            STEPS,
+        )
         | st.builds(
             module_rule,
             st.just("regex"),
@@ -399,12 +405,33 @@ def test_what_show_prints_of_any_policy_loads_to_the_same_policy(tmp_path, polic
     assert_same_effect(policy, again)
 
 
-def test_what_show_prints_is_for_every_reader_of_yaml(tmp_path):
-    """Words that YAML 1.1 takes for something else are quoted."""
-    rules = (OpRule("gelu", "float32", "a.yaml:1:1", (("approximate", "off"), ("null", "1"))),)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_show_prints_satisfies_the_schema(name):
+    jsonschema.validate(yaml.safe_load(document(policyfile.load(name))), json_schema())
+
+
+def test_what_show_prints_is_for_every_reader_of_yaml():
+    """What YAML 1.1 takes for something else is quoted, or has the point that it wants."""
+    when = {"approximate": "off", "null": "1", "eps": 1e-5, "p": float("inf"), "dim": -1}
+    rules = (OpRule("gelu", "float32", "a.yaml:1:1", tuple(when.items())),)
     said = yaml.safe_load(document(Policy(devices=dict.fromkeys(DEVICES, "off"), ops=rules)))
     assert said["devices"] == dict.fromkeys(DEVICES, "off")
-    assert said["ops"]["when"][0]["when"] == {"approximate": "off", "null": "1"}
+    assert said["ops"]["when"][0]["when"] == when
+
+
+def test_an_op_that_two_files_call_by_two_names_is_named_once(tmp_path):
+    """rsub is in float32 when the second removal comes, which says nothing of it."""
+    ops = (
+        OpRule("subtract", "", "a.yaml:1:1", leaves="lower"),
+        OpRule("rsub", "float32", "b.yaml:1:1"),
+        OpRule("sub", "", "c.yaml:1:1", leaves="lower"),
+    )
+    kept = resolved(Policy(ops=ops)).ops
+    assert [(rule.op, rule.origin) for rule in kept] == [
+        ("sub", "c.yaml:1:1"),
+        ("rsub", "b.yaml:1:1"),
+    ]
+    assert loaded(document(Policy(ops=ops)), tmp_path).ops[0].op == "sub"
 
 
 @pytest.mark.parametrize(
@@ -558,8 +585,8 @@ def test_explain_says_what_its_figures_rest_on(main):
         "torch": [version],
         "device": ["cuda, float16"],
         "ops": ["torch's lists for cuda, and the policy's rules"],
-        "modules": ["name decoder.*.attn: float32, to step 1000 (team.yaml:9:5)"],
-        "parameters": ["regex emb.*: float32 (team.yaml:10:14)"],
+        "modules": ['name "decoder.*.attn": float32, to step 1000 (team.yaml:9:5)'],
+        "parameters": ['regex "emb.*": float32 (team.yaml:10:14)'],
         "outputs": ["float32"],
         "loss scale": ["static, 128"],
         "not yet": ["fallback.on_error: float32 (team.yaml:11:22)"],

@@ -255,6 +255,16 @@ BY_HAND: Mapping[str, list[Any]] = {
     "vander": [(f(3),)],
 }
 
+IN_PLACE: Mapping[str, tuple[Any, ...]] = {
+    "bernoulli_.float": (p(3), 0.5),
+    "floor_divide_.Tensor": (f(3), p(3)),
+    "ldexp_": (f(3), p(3)),
+    "polygamma_": (p(3), 1),
+    "pow_.Scalar": (p(3), 1.5),
+    "pow_.Tensor": (p(3), p(3)),
+}
+"""In-place forms whose overload or arguments are other ones than those of the op."""
+
 INTEGERS, SPARSE, DTYPE = "only integers", "only sparse matrices", "told the dtype of its result"
 WITHOUT: Mapping[str, str] = {
     "_mps_convolution": "only on Apple's GPUs",
@@ -276,8 +286,23 @@ OVERLOADS_WITHOUT: Mapping[str, str] = {
 }
 """The same for overloads, where the op has another that is called."""
 
+WRITING_WITHOUT: Mapping[str, str] = {
+    **{f"{op}.dtype_out": DTYPE for op in ("addmm", "baddbmm", "bmm", "mm", "norm")},
+    "norm.ScalarOpt_dtype_out": DTYPE,
+    **{f"float_power_.{name}": "its destination is double" for name in ("Scalar", "Tensor")},
+    "repeat_interleave.Tensor_out": INTEGERS,
+    **{
+        f"{op}.out": "no result on the CPU tells the shape of an `out`"
+        for op in (
+            *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "conv_depthwise3d"),
+            *("cudnn_convolution", "cudnn_convolution_transpose", "mkldnn_rnn_layer"),
+        )
+    },
+}
+"""The same for forms that write in place or to an `out`."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One call of one overload; floating tensors are float32 and on the CPU.
 
@@ -346,7 +371,13 @@ def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def samples(op: str) -> tuple[Sample, ...]:
     """A call of every overload of `op` that makes new tensors, then those in place and to `out`."""
     made = [Sample(_named(op, key), *arguments) for key, arguments in _functional(op).items()]
-    return (*made, *(variant for sample in made for variant in _writing(op, sample)))
+    written = [variant for sample in made for variant in _writing(op, sample)]
+    by_hand = [
+        Sample(name, args, {}, writes=(0,))
+        for name, args in IN_PLACE.items()
+        if name.partition(".")[0] == f"{op}_"
+    ]
+    return (*made, *written, *by_hand)
 
 
 def _named(packet: str, overload: str) -> str:
@@ -456,15 +487,13 @@ def _with_numbers(overload: Any, found: Mapping[str, Arguments]) -> Arguments | 
 def _writing(op: str, sample: Sample) -> Iterator[Sample]:
     """The same call in place, and to an `out` of the right shape, where aten has those."""
     results = _results(sample)
-    if not floats(results):
-        return
     key = sample.overload.partition(".")[2] or "default"
     in_place = getattr(getattr(torch.ops.aten, f"{op}_", None), key, None)
-    first = sample.args[0]
-    if in_place is not None and _alike(results, first):
-        yield replace(sample, overload=_named(f"{op}_", key), writes=(0,))
+    if in_place is not None and (grown := _grown(sample.args[0], results)) is not None:
+        args = (grown, *sample.args[1:])
+        yield Sample(_named(f"{op}_", key), args, sample.kwargs, writes=(0,))
     made = results if isinstance(results, (tuple, list)) else (results,)
-    if not all(isinstance(result, torch.Tensor) for result in made):
+    if not made or not all(isinstance(result, torch.Tensor) for result in made):
         return
     reads = [(a.name, str(a.type)) for a in sample.function._schema.arguments]
     packet = getattr(torch.ops.aten, op)
@@ -485,6 +514,13 @@ def _results(sample: Sample) -> Any:
             return ()
 
 
-def _alike(one: Any, other: Any) -> bool:
-    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return both and one.shape == other.shape and one.dtype == other.dtype
+def _grown(first: Any, result: Any) -> torch.Tensor | None:
+    """The first operand in the shape of the result, which can then be written into it."""
+    if not isinstance(first, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return None
+    if not first.is_floating_point() or result.dtype not in (first.dtype, torch.bool):
+        return None
+    try:
+        return first.expand(result.shape).clone()
+    except RuntimeError:
+        return None
