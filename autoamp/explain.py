@@ -95,7 +95,7 @@ def _op(
     for row in (rows if every else listed or rows[:1]) or [_unlisted(op)]:
         groups.setdefault((row.category, row.conditions), []).append(row)
     for (_, conditions), group in groups.items():
-        telling = next((row for row in group if row.kernel != NO_KERNEL), group[0])
+        telling = next((row for row in group if not _is_torchs(row.origin)), group[0])
         yield {
             "op": op,
             "overloads": {row.op: row.kernel for row in group},
@@ -131,9 +131,13 @@ def _says(policy: Policy, row: Row, dtype: str) -> dict[str, str]:
     return {"list": row.category or "as given", "computes": computes, "gives": gives}
 
 
+def _is_torchs(origin: str) -> bool:
+    return not origin or origin.startswith("torch's list")
+
+
 def _origin(row: Row) -> str:
     """Who put an op where it is; of an op in no list torch's lists say nothing."""
-    if row.category or (row.origin and not row.origin.startswith("torch's list")):
+    if row.category or not _is_torchs(row.origin):
         return row.origin
     name = overload(row.op).name()
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
@@ -194,7 +198,7 @@ def _loss_scale(found: Mapping[str, Any]) -> str:
     said = dict(found["loss_scale"])
     mode = said.pop("mode")
     if mode == "dynamic":
-        return ", ".join([mode, *(f"{k} {v}" for k, v in said.items() if v is not None)])
+        return ", ".join([mode, *(f"{k} {v}".lower() for k, v in said.items() if v is not None)])
     return f"static, {said['init']}" if mode == "static" else "off"
 
 

@@ -29,19 +29,14 @@ def resolved(policy: Policy) -> Policy:
     for number, rule in enumerate(policy.ops):
         for op in opnames.resolve(rule.op):
             _hear(said.setdefault(op, {}), rule, number)
-    found: dict[tuple[Word, frozenset[str]], tuple[int, Word, str]] = {}
+    found: dict[tuple[Word, str], int] = {}
     for op, words in said.items():
         for word, number in words.items():
             if word == IN_NONE:
                 _check_is_not_refused(op, policy.ops[number])
-                continue
-            name = _name(op, word, policy.ops[number], said)
-            meant = frozenset(opnames.resolve(name))  # two names for the same would be a mistake
-            if number >= found.get((word, meant), (0,))[0]:
-                found[word, meant] = number, word, name
-    rules = (
-        _rule(policy.ops[n], word, name) for n, word, name in sorted(found.values(), key=_rank)
-    )
+            else:
+                found[word, _name(op, word, policy.ops[number], said)] = number
+    rules = (_rule(policy.ops[n], *names) for names, n in sorted(found.items(), key=_rank))
     return replace(policy, ops=tuple(rules))
 
 
@@ -53,11 +48,7 @@ def _hear(said: Said, rule: OpRule, number: int) -> None:
             said.pop(("when", into, values), None)
         said["when", rule.into, values] = number
     elif rule.into:
-        removed = {word: n for word, n in said.items() if word[0] == "remove"}
         said.clear()
-        if len(removed) < len(LISTS):  # else it was in no list
-            said.update(removed)
-            said.pop(("remove", rule.into), None)
         said["add", rule.into] = number
     elif said.pop(("add", rule.leaves), None) is not None:
         said.update({("remove", into): number for into in LISTS})
@@ -67,16 +58,22 @@ def _hear(said: Said, rule: OpRule, number: int) -> None:
 
 
 def _name(op: str, word: Word, rule: OpRule, said: Mapping[str, Said]) -> str:
-    """What to call an op of aten in one file: as `rule` does, if `word` holds of all that means."""
+    """What to call an op of aten in one file: as `rule` does, if `word` suits all that means."""
     for name in (rule.op, op):
         meant = opnames.resolve(name)
-        if op in meant and all(word in said.get(other, {}) for other in meant):
+        if op in meant and all(_suits(word, said.get(other, {})) for other in meant):
             return name
-    others = ", ".join(other for other in opnames.resolve(op) if word not in said.get(other, {}))
+    others = [other for other in opnames.resolve(op) if not _suits(word, said.get(other, {}))]
     raise PolicyError(
-        f"{rule.origin}: this holds of aten's {op} but not of {others}, which '{op}' means too, "
-        f"and {NO_FILE}"
+        f"{rule.origin}: this holds of aten's {op} but not of {', '.join(others)}, which '{op}' "
+        f"means too, and {NO_FILE}"
     )
+
+
+def _suits(word: Word, said: Said) -> bool:
+    """Whether `word` holds of an op, or is a removal that another list's addition outdoes."""
+    into = next((other[1] for other in said if other[0] == "add"), None)
+    return word in said or (word[0] == "remove" and into not in (None, word[1]))
 
 
 def _check_is_not_refused(op: str, rule: OpRule) -> None:
@@ -86,9 +83,9 @@ def _check_is_not_refused(op: str, rule: OpRule) -> None:
         )
 
 
-def _rank(found: tuple[int, Word, str]) -> tuple[int, int, int]:
+def _rank(found: tuple[tuple[Word, str], int]) -> tuple[int, int, int]:
     """The place in one file: removals and additions by list, then conditions."""
-    number, word, _ = found
+    (word, _), number = found
     kind = ("remove", "add", "when").index(word[0])
     return kind, 0 if word[0] == "when" else LISTS.index(word[1]), number
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,8 @@ def test_list_as_data_has_the_first_paragraph_of_each_file(main):
 def test_show_prints_one_file_with_the_place_of_each_rule(main):
     code, out, err = main("show", "team.yaml")
     assert (code, err) == (0, "")
-    assert out == (
+    before, loss_scale, after = re.split(r"^(loss_scale: .*\n)", out, flags=re.MULTILINE)
+    assert before == (
         "# All that team.yaml and the files that it extends say, in one file.\n"
         'devices: {cuda: float16, cpu: "off", xpu: bfloat16, mps: float16}\n'
         "ops:\n"
@@ -155,11 +156,12 @@ def test_show_prints_one_file_with_the_place_of_each_rule(main):
         "parameters:\n"
         '  - {regex: "emb.*"}  # team.yaml:10:14\n'
         "outputs: float32\n"
-        "loss_scale: {mode: dynamic, init: 65536, growth: 2, backoff: 0.5, interval: 2000, "
-        "hysteresis: 1, min: 0, max: .inf}\n"
-        "fallback:\n"
-        "  on_error: float32  # team.yaml:11:22\n"
     )
+    assert loss_scale.startswith(
+        "loss_scale: {mode: dynamic, init: 65536, growth: 2, backoff: 0.5, interval: 2000, "
+        "hysteresis: 1, min: 0, max: .inf"
+    )
+    assert after == "fallback:\n  on_error: float32  # team.yaml:11:22\n"
 
 
 def test_show_names_the_shipped_file_that_a_rule_comes_from(main, tmp_path):
@@ -370,6 +372,7 @@ POLICY = st.builds(
         hysteresis=st.integers(1, 100),
         min=st.floats(0, 1e-30),
         max=st.floats(1e30),
+        **{field.name: st.booleans() for field in fields(LossScaleRule) if field.type == "bool"},
     ),
     not_yet=st.sets(
         st.sampled_from(
@@ -419,8 +422,31 @@ def test_what_show_prints_is_for_every_reader_of_yaml():
     assert said["ops"]["when"][0]["when"] == when
 
 
+def test_of_two_files_with_one_condition_the_later_counts(tmp_path):
+    when = (("dim", 1),)
+    ops = (
+        OpRule("clip", "float32", "a.yaml:1:1", when),
+        OpRule("clamp", "lower", "b.yaml:1:1", when),
+    )
+    assert resolved(Policy(ops=ops)).ops == ops[1:]
+    assert_same_effect(Policy(ops=ops), loaded(document(Policy(ops=ops)), tmp_path))
+
+
+def test_where_an_op_ends_in_a_list_its_way_there_is_not_told():
+    ops = (
+        OpRule("softmax", "lower", "a.yaml:1:1"),
+        OpRule("softmax", "", "b.yaml:1:1", leaves="lower"),
+        OpRule("softmax", "float32", "c.yaml:1:1"),
+        OpRule("softmax", "", "d.yaml:1:1", leaves="widest"),
+    )
+    assert resolved(Policy(ops=ops[:2])).ops == tuple(
+        OpRule("softmax", "", "b.yaml:1:1", leaves=into) for into in LISTS
+    )
+    assert resolved(Policy(ops=ops)).ops == ops[2:3]
+
+
 def test_an_op_that_two_files_call_by_two_names_is_named_once(tmp_path):
-    """rsub is in float32 when the second removal comes, which says nothing of it."""
+    """rsub is added to float32, which outdoes a removal, so `sub` may stand for both."""
     ops = (
         OpRule("subtract", "", "a.yaml:1:1", leaves="lower"),
         OpRule("rsub", "float32", "b.yaml:1:1"),
@@ -444,6 +470,13 @@ def test_an_op_that_two_files_call_by_two_names_is_named_once(tmp_path):
             ),
             "a.yaml:1:2: this holds of aten's norm but not of nuclear_norm, which 'norm' means "
             "too, and a single file cannot say that",
+        ),
+        (
+            (
+                OpRule("sub", "", "a.yaml:1:2", leaves="float32"),
+                OpRule("rsub", "float32", "b.yaml:3:4"),
+            ),
+            "a.yaml:1:2: this holds of aten's sub but not of rsub, which 'sub' means too",
         ),
         (
             (
@@ -721,6 +754,17 @@ def test_overloads_that_differ_get_lines_of_their_own(main, tmp_path):
     assert {"std", "std.dim"} <= own | rest
     assert (own & rest, {"std.dim"} <= own, {"std.correction"} <= rest) == (set(), True, True)
     assert table["where unbiased=False"][0] == "float32"
+
+
+def test_who_took_an_op_out_of_a_list_is_told_also_beside_what_was_in_none():
+    """The CPU's list has only one of the two forms of `_convolution`."""
+    policy = Policy(ops=(OpRule("_convolution", "", "a.yaml:1:1", leaves="lower"),))
+    for every in (False, True):
+        (op,) = explain.facts(policy, "cpu", ops=["_convolution"], every=every)["ops"]
+        assert (op["list"], op["origin"]) == ("as given", "a.yaml:1:1")
+        assert op["overloads"]["_convolution.deprecated"] == "our kernel"
+        assert op["overloads"].get("_convolution", "no kernel") == "no kernel"
+        assert ("_convolution" in op["overloads"]) == every
 
 
 def test_explain_as_data_says_the_same(main):

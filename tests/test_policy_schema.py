@@ -127,6 +127,8 @@ def right(kind: grammar.Kind) -> st.SearchStrategy[Any]:
     match kind:
         case grammar.Word():
             return st.sampled_from(kind.words)
+        case grammar.Flag():
+            return st.booleans()
         case grammar.Number():
             return st.sampled_from([number for number in NUMBERS if fits(number, kind)])
         case grammar.Text():
@@ -159,6 +161,8 @@ def wrong(draw: st.DrawFn, kind: grammar.Kind) -> Any:
     match kind:
         case grammar.Word():
             bad: list[Any] = [None, "zzz", 1, True, [], {}]
+        case grammar.Flag():
+            bad = [None, "on", "", 1, [], {}]
         case grammar.Number():
             bad = [None, "zzz", True, [], {}, -5]
         case grammar.Text():
