@@ -36,7 +36,8 @@ class Job:
     one for the rest; in a region of `policy`, or under torch's own autocast where that is empty.
 
     `cast` names what the policy casts operands to ("" for nothing), and `results` what it casts
-    results to. With `parameter` the last operand is a parameter.
+    results to. With `parameter` the last operand is a parameter. `known` says what is known to be
+    wrong with such calls.
     """
 
     device: str
@@ -47,6 +48,7 @@ class Job:
     cast: str = ""
     results: str = ""
     parameter: bool = False
+    known: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoamp import opnames
 from autoamp.categories import FLOAT32, LOWER, REFUSED, WIDEST
@@ -30,12 +31,6 @@ GIVEN = {
     WIDEST: (("lower",), ("float32", "lower"), ("lower", "float32")),
 }
 GIVEN_TO_NORMS = (("float32",), ("lower", "float32"))
-MADE_OF_OTHERS = (
-    *(f"conv{n}d.padding" for n in (1, 2, 3)),
-    *("cross_entropy_loss", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
-)
-"""Ops that, where they are in no list, run as the ops do that they call."""
-
 EVERY_OP = sorted(opnames.table()["ops"].keys() - WITHOUT.keys())
 
 
@@ -70,22 +65,30 @@ def jobs(policy: str, device: str, lower: str) -> Iterator[Job]:
     """A call for each row of the plan, from operands of each kind."""
     loaded = load(policy)
     planned = {row.op: row for row in rows(loaded, device, lower)}
+    has_lists = bool(loaded.ops) or loaded.base[lower] != "none"
     for name, row in planned.items():
         sample = by_overload().get(name)
         if sample is None or row.category == REFUSED:
             continue
-        if not row.category and name in MADE_OF_OTHERS:
-            continue
+        if not row.category and has_lists and is_made_of_others(name):
+            continue  # it runs as the ops do that it calls
         operands = len(sample.operands)
         givens = GIVEN_TO_NORMS if name in ONLY_THE_INPUT else GIVEN[row.category]
         for given in dict.fromkeys(given[:operands] for given in givens):
             job = Job(device, lower, sample, given, policy, cast_to(row, given))
+            job = replace(job, known=known(job, row))
             if row.category == LOWER and loaded.lower_operands == "parameter":
                 yield replace(job, cast=FLOAT32)
                 job = replace(job, parameter=True)
             if job.cast == LOWER and loaded.lower_results == "float32":
                 job = replace(job, results=FLOAT32)
             yield job
+
+
+def is_made_of_others(name: str) -> bool:
+    """Whether torch carries an op out by calling others, which meet autocast again."""
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def cast_to(row: Row, given: tuple[str, ...]) -> str:
@@ -95,12 +98,29 @@ def cast_to(row: Row, given: tuple[str, ...]) -> str:
     return row.category
 
 
+OUT_COUNTS = "the dtype of `out` counts among those of the operands of an op in the list widest"
+OUT_IS_EMPTY = "into an `out` without elements torch's kernel takes the mean of nothing"
+
+
+def known(job: Job, row: Row) -> str:
+    """What is wrong and waits to be mended; a table that ought to be empty."""
+    has_out = any(isinstance(key, str) for key in job.sample.writes)
+    if has_out and row.category == WIDEST and job.cast == LOWER:
+        return OUT_COUNTS
+    if has_out and row.packet == "binary_cross_entropy" and job.cast == LOWER:
+        return OUT_IS_EMPTY
+    return ""
+
+
 def wrong(todo: list[Job], seen: list[Compared]) -> dict[Any, Compared]:
-    """The calls that did not run as planned."""
+    """The calls that did not run as planned, but for those that are known."""
+    bad = [(job, one) for job, one in zip(todo, seen, strict=True) if not one.agrees]
+    mended = {job.known for job in todo} - {job.known for job, _ in bad} - {""}
+    assert not mended, "take it out of `known`"
     return {
-        (job.policy, job.lower, job.sample.overload, job.given, job.cast): one
-        for job, one in zip(todo, seen, strict=True)
-        if not one.agrees
+        (job.policy, job.sample.overload, job.given, job.cast): one
+        for job, one in bad
+        if not job.known
     }
 
 
@@ -122,6 +142,7 @@ CASES = [
     *((policy, lower) for policy in POLICIES for lower in ("float16", "bfloat16")),
     *((policy, "float16") for policy in EVERYTHING),
 ]
+"""In bfloat16 without the forms that write: the kernels are those of float16."""
 
 
 def test_every_row_of_the_plan_has_a_call_or_a_reason(named: Callable[[str], str]) -> None:
@@ -142,7 +163,11 @@ def test_on_the_cpu_every_op_runs_as_planned(
     mixed: Mixed, named: Callable[[str], str], policy: str, lower: str
 ) -> None:
     mixed(named(policy), lower)
-    todo = list(jobs(named(policy), "cpu", lower))
+    todo = [
+        job
+        for job in jobs(named(policy), "cpu", lower)
+        if lower == "float16" or not job.sample.writes
+    ]
     assert len(todo) > 200
     assert wrong(todo, [compare(job) for job in todo]) == {}
 
