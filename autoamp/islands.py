@@ -7,6 +7,7 @@ a context: the nesting still tells a region of ours from a context of the script
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
+from .kernels import is_in_traced_region
 from .modules import UNKNOWN, Candidates, Entry
 from .session import Session
 
@@ -32,6 +34,15 @@ def _constant_in_traces(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class _Traced(threading.local):
+    """What Dynamo traces in one thread: a region on this device, and which trace it is."""
+
+    device_type: str = ""
+
+    def __init__(self) -> None:
+        self.context: Callable[[], Any] = lambda: None
+
+
 class Islands:
     """Calls modules as the rules of a session say; `original` is ``nn.Module.__call__``."""
 
@@ -40,7 +51,7 @@ class Islands:
         self.rules = session.modules
         self.original = original
         self._local = session.local
-        self._traced = threading.local()
+        self._traced = _Traced()
 
     def call_root(self, *args: Any, **kwargs: Any) -> Any:
         """The call that has opened a region, from inside of it: (module, *its arguments)."""
@@ -64,12 +75,13 @@ class Islands:
             if id(module) not in rules.table:
                 return self._call(entry, region, args, kwargs)
         rules.last_region[id(module)] = region
-        if rules.parts.is_mixed and id(module) in rules.parts.plain:
-            rules.parts.is_mixed = False
+        parts = rules.parts
+        if parts.is_mixed and id(module) in parts.plain:
+            parts.is_mixed, parts.inside = False, id(module)
             try:
                 return self._call(entry, region, args, kwargs)
             finally:
-                rules.parts.is_mixed = True
+                parts.is_mixed, parts.inside = True, 0
         return self._call(entry, region, args, kwargs)
 
     def _call_again(
@@ -150,12 +162,18 @@ class Islands:
 
     @_constant_in_traces
     def where_in_trace(self) -> str:
-        """Who opened the region around: "eager" code, "traced" code, or nobody ("")."""
+        """Who opened the region around: "eager" code, "traced" code, or nobody ("").
+
+        What eager code is in is looked at once more at the beginning of a trace: modules may have
+        come since, and those that are traced do not tell.
+        """
         if self._local.region is not None:
+            context = torch._guards.TracingContext.get()
+            if self._traced.context() is not context:
+                self._traced.context = weakref.ref(context)
+                self.rules.learn_again()
             return "eager"
-        nesting = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
-        return "traced" if nesting and not torch.is_autocast_cache_enabled() else ""
+        return "traced" if is_in_traced_region() else ""
 
     @_constant_in_traces
     def enter_in_trace(self, device_type: str) -> str:

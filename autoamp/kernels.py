@@ -43,6 +43,16 @@ class Condition:
     values: Values
 
 
+MARK = ("ipu", torch.bfloat16)
+"""The autocast dtype, of a device that torch cannot run on, by which a region that is a part of a
+compiled graph is told from a script's own context: torch.compile carries it along."""
+
+
+def is_in_traced_region() -> bool:
+    """Whether what runs, or is traced, is a region that torch.compile has traced."""
+    return torch.get_autocast_dtype(MARK[0]) is MARK[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """How one overload of an aten op runs on one device, and who says so.
@@ -77,6 +87,7 @@ class Kernels:
         self._local = local
         self._libraries: list[Any] = []
         self._cache_tag: str | None = None
+        self._jit_autocast: bool | None = None
 
     def register(self, kernels: Iterable[Kernel]) -> None:
         """Put kernels in. torch warns once a process of an override: not the script's business."""
@@ -96,6 +107,10 @@ class Kernels:
                 )
                 self.registered.append(kernel)
         self._tag_compiled_code()
+        if self._jit_autocast is None and any(kernel.torchs for kernel in kernels):
+            # TorchScript casts by a list of its own before an op is called. Without that pass it
+            # meets the kernels, like everybody.
+            self._jit_autocast = torch._C._jit_set_autocast_mode(False)
 
     def remove(self) -> None:
         """Take all of them out again."""
@@ -105,6 +120,9 @@ class Kernels:
         if self._cache_tag is not None:
             torch.compiler.config.cache_key_tag = self._cache_tag
             self._cache_tag = None
+        if self._jit_autocast is not None:
+            torch._C._jit_set_autocast_mode(self._jit_autocast)
+            self._jit_autocast = None
 
     def _tag_compiled_code(self) -> None:
         """Let torch.compile's caches on disk tell code traced with these kernels from other code.
@@ -125,15 +143,13 @@ def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
 
     What it does is worked out at its first call: of hundreds of kernels few are ever called.
     """
-    is_cached = torch.is_autocast_cache_enabled
     torchs = ours = None
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal torchs, ours
         if torchs is None or ours is None:
             torchs, ours = _call(kernel, kernel.torchs, is_torchs=True), _ours(kernel)
-        # A region that torch.compile has traced keeps no casts: that alone tells it from others.
-        if local.region is None and is_cached():
+        if local.region is None and not is_in_traced_region():
             return torchs(keyset, args, kwargs)
         return ours(keyset, args, kwargs)
 
@@ -158,13 +174,7 @@ def _call(kernel: Kernel, category: str, is_torchs: bool = False) -> Call:
     """How the op is called in one list."""
     op, key = overload(kernel.op), getattr(torch._C.DispatchKey, autocast_key(kernel.device))
     if category == AS_GIVEN:
-        below = torch._C._dispatch_keyset_full_after(key)
-
-        def as_given(keyset: Any, args: Any, kwargs: Any) -> Any:
-            # As if there were no kernel: what the op calls still meets autocast.
-            return op.redispatch(keyset & below, *args, **kwargs)
-
-        return as_given
+        return _as_given(op, key)
     if category == REFUSED:
 
         def refused(keyset: Any, args: Any, kwargs: Any) -> Any:
@@ -196,8 +206,31 @@ def _call(kernel: Kernel, category: str, is_torchs: bool = False) -> Call:
     return cast_call
 
 
+def _as_given(op: Any, key: Any) -> Call:
+    """As if there were no kernel: what the op calls still meets autocast."""
+    below = torch._C._dispatch_keyset_full_after(key)
+    excluded = torch._C.DispatchKeySet(key)
+    places = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"]
+
+    def as_given(keyset: Any, args: Any, kwargs: Any) -> Any:
+        for place in places:
+            if place < len(args) and not isinstance(args[place], torch.Tensor):
+                # `x - 2` comes as a number, which only a call takes; such ops call no others.
+                with torch._C._ExcludeDispatchKeyGuard(excluded):
+                    return op(*args, **kwargs)
+        return op.redispatch(keyset & below, *args, **kwargs)
+
+    return as_given
+
+
 FindDtype = Callable[[tuple[Any, ...], dict[str, Any]], "torch.dtype | None"]
 """The dtype that the operands of a call are cast to; None: they are left as they are."""
+
+
+def _written(op: Any) -> list[Any]:
+    """The arguments that an op writes to: the one that it works on in place, or ``out``."""
+    arguments = op._schema.arguments
+    return [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _lower_dtype(op: Any, device: str) -> FindDtype:
@@ -224,8 +257,11 @@ def _unless_asked(op: Any, find: FindDtype) -> FindDtype:
 
 
 def _widest_dtype(op: Any, device: str) -> FindDtype:
+    written = {a.name for a in _written(op) if a.kwarg_only}
+
     def widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        found = {t.dtype for t in _tensors((*args, *kwargs.values())) if _is_castable(t, device)}
+        operands = (*args, *(value for name, value in kwargs.items() if name not in written))
+        found = {tensor.dtype for tensor in _tensors(operands) if _is_castable(tensor, device)}
         return found.pop() if len(found) == 1 else torch.float32 if found else None
 
     return widest
@@ -235,7 +271,7 @@ _DTYPES = {LOWER: _lower_dtype, FLOAT32: _float32_dtype, WIDEST: _widest_dtype}
 Invoke = Callable[[torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-INPUT_ONLY = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+INPUT_ONLY = frozenset(("batch_norm", "instance_norm"))
 """Ops that keep their other operands: updates of copied running statistics would be lost."""
 
 
@@ -276,7 +312,7 @@ def _into_out(op: Any, device: str, names: list[str]) -> Invoke:
         cast = {name: _cast(v, dtype, device) for name, v in kwargs.items() if name not in names}
         outs = {name: kwargs[name] for name in names}
         fresh = {
-            name: torch.empty(0, dtype=dtype, device=out.device)
+            name: torch.empty_like(out, dtype=dtype)
             for name, out in outs.items()
             if out.dtype is not dtype and _is_castable(out, device)
         }

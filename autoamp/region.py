@@ -17,6 +17,7 @@ from . import policy
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
+from .kernels import MARK
 from .modules import UNKNOWN
 from .session import Session
 
@@ -236,8 +237,7 @@ def _compiled_call(
     """A module call that Dynamo traces: the region becomes a part of the graph.
 
     Dynamo cannot see the nesting; autocast being on already is what tells an inner module from the
-    outermost one. Without the cast cache, which no compiled graph uses: that tells our regions from
-    a script's own. `inside` is what is called in the region, in the place of `original`.
+    outermost one. `inside` is what is called in the region, in the place of `original`.
     """
     parameter = next(args[0].parameters(), None)
     if parameter is None or _is_exporting() or torch.is_autocast_enabled(parameter.device.type):
@@ -245,7 +245,8 @@ def _compiled_call(
     word = regions.word_for_compiled(parameter.device.type)
     if word == "off" or parameter.dtype in HALF:
         return original(*args, **kwargs)
-    with torch.autocast(parameter.device.type, TORCH_DTYPES[word], cache_enabled=False):
+    region = torch.autocast(parameter.device.type, TORCH_DTYPES[word], cache_enabled=False)
+    with region, torch.autocast(*MARK, enabled=False):
         result = inside(*args, **kwargs)
     if regions.session.policy.outputs == "keep":
         return result

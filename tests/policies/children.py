@@ -24,7 +24,7 @@ from .observe import HALVES, Observation, autocast, counted, in_region, observe,
 from .samples import Sample, tensors
 
 PREFIX = "AUTO_MIXED_PRECISION"
-ONLY_THE_INPUT = ("batch_norm", "instance_norm", "native_batch_norm")
+ONLY_THE_INPUT = ("batch_norm", "instance_norm")
 """Norms that are cast nothing but their input: what they write into their statistics stays."""
 LIMITS_OF_FAKES = ("PyTorch is not linked with support for cuda", "Torch not compiled with CUDA")
 CASTABLE = (torch.float32, *HALVES.values())
@@ -36,8 +36,7 @@ class Job:
     one for the rest; in a region of `policy`, or under torch's own autocast where that is empty.
 
     `cast` names what the policy casts operands to ("" for nothing), and `results` what it casts
-    results to. With `parameter` the last operand is a parameter. `known` says what is known to be
-    wrong with such calls.
+    results to. With `parameter` the last operand is a parameter.
     """
 
     device: str
@@ -48,7 +47,6 @@ class Job:
     cast: str = ""
     results: str = ""
     parameter: bool = False
-    known: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -338,34 +338,14 @@ def everything(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     return found
 
 
-NUMBERS = pytest.mark.xfail(
-    reason="a kernel that passes a call on as it is given refuses numbers: `x - 2` raises"
-)
-NO_CACHE = pytest.mark.xfail(
-    reason="a context that keeps no casts is taken for a region that torch.compile has traced"
-)
-
-
-WITH_NUMBERS = [case for case in CASES if case[0] in ("sub", "sub_", "rsub")]
-OTHERS = [case for case in CASES if case not in WITH_NUMBERS]
-
-
-@pytest.mark.parametrize(
-    ("cases", "cache_enabled"),
-    [
-        (OTHERS, True),
-        pytest.param(WITH_NUMBERS, True, marks=NUMBERS),
-        pytest.param(OTHERS, False, marks=NO_CACHE),
-    ],
-    ids=["tensors", "numbers", "no cache"],
-)
+@pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_script_s_own_autocast_is_torch_s(
-    policy: str, dtype: torch.dtype, cases: list[tuple[str, str]], cache_enabled: bool
+    policy: str, dtype: torch.dtype, cache_enabled: bool
 ) -> None:
     def in_autocast() -> dict[tuple[str, str], Any]:
         with torch.autocast("cpu", dtype, cache_enabled=cache_enabled):
-            return everything(cases)
+            return everything(CASES)
 
     ours = in_autocast()
     autoamp.disable()
@@ -387,7 +367,6 @@ def different(ours: dict[Any, Any], theirs: dict[Any, Any]) -> list[Any]:
     return [case for case in ours if not same(ours[case], theirs[case])]
 
 
-@NO_CACHE
 def test_the_script_s_own_autocast_in_compiled_code_is_torch_s(policy: str) -> None:
     (x,) = MOVED["softmax"].operands
 
@@ -448,25 +427,18 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(_float32(*shape).to(dtype) for shape in shapes)
 
 
-@pytest.fixture(params=[True, False])
-def scripts_cast(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """TorchScript's own autocast pass, which has lists of its own, is on or off."""
-    before = torch._C._jit_set_autocast_mode(request.param)
+@pytest.fixture
+def fresh_scripts() -> None:
+    """Scripts are kept by function: those of another test are forgotten."""
     torch.jit._state._clear_class_state()
-    torch.jit._state._jit_caching_layer.clear()  # scripts are kept by function
-    yield request.param
-    torch._C._jit_set_autocast_mode(before)
+    torch.jit._state._jit_caching_layer.clear()
+    return
 
 
-@pytest.mark.usefixtures("policy")
+@pytest.mark.usefixtures("policy", "fresh_scripts")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_torchscript_follows_the_policy(
-    request: pytest.FixtureRequest, scripts_cast: bool, dtype: torch.dtype
-) -> None:
-    if scripts_cast:
-        reason = "TorchScript's own autocast pass has cast by torch's lists before the op is called"
-        request.applymarker(pytest.mark.xfail(reason=reason))
+def test_torchscript_follows_the_policy(dtype: torch.dtype) -> None:
     function, arguments = torch.jit.script(scripted), operands(dtype)
     with torch.no_grad():
         eager = in_region("cpu", lambda: scripted(*arguments))
