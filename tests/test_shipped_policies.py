@@ -413,7 +413,7 @@ HOT = (
     "log_softmax cat stack where masked_fill clamp linear matmul mm bmm addmm baddbmm einsum "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "scaled_dot_product_attention mean max_pool2d avg_pool2d adaptive_avg_pool2d embedding lstm "
-    "gru rnn lstm_cell gru_cell interpolate cross_entropy mse_loss "
+    "gru rnn lstm_cell gru_cell interpolate mse_loss "
     "binary_cross_entropy_with_logits exp log sqrt pow rsqrt"
 )
 
