@@ -1,0 +1,52 @@
+"""e_checkpoints.py with mixed precision written by hand."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)
+        )
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x, reentrant):
+        x = self.first(x)
+        x = checkpoint(self.blocks[0], x, use_reentrant=reentrant)
+        x = checkpoint(lambda x: self.blocks[1](x) + x, x, use_reentrant=reentrant)
+        x = checkpoint_sequential(self.blocks[2:], 2, x, use_reentrant=reentrant)
+        return self.last(x)
+
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+inputs = torch.randn(24, 10, 4)
+scaler = torch.amp.GradScaler(
+    "cpu",
+    init_scale=INIT_SCALE,
+    growth_interval=GROWTH_INTERVAL,
+    enabled=DTYPE is torch.float16,
+)
+result = {"loss": [], "gradients": []}
+
+for step, x in enumerate(inputs):
+    optimizer.zero_grad()
+    if step % 4 == 3:
+        x.requires_grad_()
+    with torch.autocast("cpu", DTYPE):
+        predicted = model(x, reentrant=step % 2 == 1)
+    loss = 0.2 * F.mse_loss(predicted.float(), x[:, :2].sin())
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    result["loss"].append(loss.item())
+    result["gradients"].append([p.grad.clone() for p in model.parameters()])
+    scaler.step(optimizer)
+    scaler.update()
+
+result["parameters"] = [p.detach() for p in model.parameters()]
