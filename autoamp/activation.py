@@ -64,8 +64,8 @@ def deactivate() -> None:
     global _session
     closing, _session = _session, None
     if closing is not None:
-        atexit.unregister(report.finish)
-        report.finish(closing)
+        atexit.unregister(_finish)
+        _finish(closing)
         _close(closing)
 
 
@@ -100,10 +100,15 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         _close(opened)
         raise
     _forget_parent_after_fork()
-    atexit.register(report.finish, opened)
+    atexit.register(_finish, opened)
     for entry in opened.ledger.entries:
         opened.speech.debug(f"autoamp: {entry.target}: {entry.outcome} ({entry.why})")
     return opened
+
+
+def _finish(closing: Session) -> None:
+    closing.modules.close()
+    report.finish(closing)
 
 
 def _close(closing: Session) -> None:

@@ -43,6 +43,8 @@ class Condition:
     values: Values
 
 
+_current_graph_task_id = torch._C._current_graph_task_id
+
 MARK = ("ipu", torch.bfloat16)
 """The autocast dtype, of a device that torch cannot run on, by which a region that is a part of a
 compiled graph is told from a script's own context: torch.compile carries it along."""
@@ -149,8 +151,9 @@ def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
         nonlocal torchs, ours
         if torchs is None or ours is None:
             torchs, ours = _call(kernel, kernel.torchs, is_torchs=True), _ours(kernel)
-        if local.region is None and not is_in_traced_region():
+        if local.region is None and not is_in_traced_region() and _current_graph_task_id() == -1:
             return torchs(keyset, args, kwargs)
+        # In a backward autocast is on only where a checkpoint runs a region's forward again.
         return ours(keyset, args, kwargs)
 
     return run

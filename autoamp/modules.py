@@ -117,9 +117,7 @@ class Rules:
         if not self._local.may_look:
             return self.of_unseen(type(module))
         self._local.may_look = False
-        root = self._local.root and self._local.root()
-        if root is not None:
-            self.learn(root)
+        self._learn_root()
         if id(module) not in self.table:
             self._assign(_named_below(module, but_not=self.table), [module], {})
         return self.table[id(module)]
@@ -235,6 +233,18 @@ class Rules:
         self.learn(root)
         self.parts.raise_limits(len(self._roots))
 
+    def learn_again(self) -> None:
+        """Look at the root once more that eager code is in: code is about to be traced there."""
+        self._learn_root()
+        if self.parts.inside not in self.parts.plain:
+            self.parts.is_mixed = self.parts.is_mixed or self.parts.inside != 0
+
+    def _learn_root(self) -> None:
+        reference = self._local.root
+        root = reference() if reference is not None else None
+        if root is not None:
+            self.learn(root)
+
     def _known_tops(self, key: int) -> list[Module]:
         return [top for reference in self._tops.get(key, ()) if (top := reference()) is not None]
 
@@ -264,8 +274,8 @@ class Rules:
                 self._pass_down(base, (), everywhere, _always)
                 self._pass_down(base, (), uncalled, is_never_called)
         for key, (module, _) in found.items():
-            self.table[key] = self._entry(self._agreed(key, everywhere))
-            self._trace(module, self._agreed(key, uncalled))
+            self.table[key] = self._entry(self._together(key, everywhere))
+            self._trace(module, self._together(key, uncalled))
         self.parts.sort(found)
         for key in found.keys() & self.parts.plain.keys():
             if self.table[key] is None:
@@ -286,10 +296,13 @@ class Rules:
             for _, child in children(module):
                 self._pass_down(child, here if passes(module) else (), passed, passes)
 
-    def _agreed(self, key: int, passed: dict[int, set[Candidates]]) -> Candidates:
-        """A module below several others, with different rules, follows that of who calls it."""
-        candidates = passed.get(key, ())
-        return next(iter(candidates)) if len(candidates) == 1 else self._own[key]
+    def _together(self, key: int, passed: dict[int, set[Candidates]]) -> Candidates:
+        """The candidates of a module by all ways that lead to it: as all of its names count."""
+        ways = passed.get(key, set())
+        if len(ways) == 1:
+            return next(iter(ways))
+        own = self._own[key]
+        return self._until_untimed(dict.fromkeys((*own, *sorted(set().union(*ways)))))
 
     def _until_untimed(self, indices: Iterable[int]) -> Candidates:
         candidates: list[int] = []

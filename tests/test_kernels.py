@@ -289,3 +289,26 @@ def test_torch_s_lists_are_asked_without_leaving_autocast_on() -> None:
     assert categories.torchs_lists("cuda")["mm"] == "lower"
     assert not torch.is_autocast_enabled("cuda")
     assert torch.is_autocast_cache_enabled() is before
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_runs_its_forward_again_as_it_ran_before(
+    policy: Any, use_reentrant: bool
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    policy("{float32: {add: [mm, gelu]}, lower: {add: [softmax]}}")
+    seen: list[torch.dtype] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        product = torch.mm(x, x)
+        seen.append(product.dtype)
+        activated = F.gelu(product.bfloat16())
+        seen.append(activated.dtype)
+        return torch.softmax(activated, 0)
+
+    x = X.clone().requires_grad_()
+    out = inside(lambda x: checkpoint(body, x, use_reentrant=use_reentrant), x)
+    assert out.dtype is BF16
+    out.float().square().sum().backward()
+    assert seen == [FP32, FP32] * 2
