@@ -55,8 +55,12 @@ class Islands:
 
     def call_root(self, *args: Any, **kwargs: Any) -> Any:
         """The call that has opened a region, from inside of it: (module, *its arguments)."""
-        entry = self.rules.of_root(args[0])
-        return self._call(entry, self._local.region, args, kwargs)
+        entry, local = self.rules.of_root(args[0]), self._local
+        local.precision = "lower"
+        try:
+            return self._call(entry, local.region, args, kwargs)
+        finally:
+            local.precision = ""
 
     def call_nested(
         self, entry: Entry, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,14 +122,17 @@ class Islands:
         if dtype is torch.float16:
             self.session.start_scaling()
         local, was_cached = self._local, torch.is_autocast_cache_enabled()
+        was_in_force = local.precision
         args, kwargs = _arguments_to_float32(args, kwargs)
         try:
             torch.set_autocast_enabled(device_type, dtype is not None)
             if dtype is not None:
                 torch.set_autocast_dtype(device_type, dtype)
             torch.set_autocast_cache_enabled(dtype is lower and not local.uncached)
+            local.precision = precision
             result = self.original(*args, **kwargs)
         finally:
+            local.precision = was_in_force
             torch.set_autocast_enabled(device_type, was_enabled)
             torch.set_autocast_dtype(device_type, previous)
             torch.set_autocast_cache_enabled(was_cached and not local.uncached)

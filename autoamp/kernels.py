@@ -24,10 +24,11 @@ Operands = Callable[[torch.Tensor], bool]
 
 
 class Local(threading.local):
-    """What one thread is doing: the device type of its open region, or None, and whether casts of
-    weights are not kept for the rest of it."""
+    """What one thread is doing: the device type of its open region, or None, the precision that a
+    module rule has put in force there, and whether casts of weights are not kept for the rest."""
 
     region: Any = None
+    precision: str = ""
     uncached: bool = False
 
 

@@ -140,7 +140,7 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
 def _module_call_with_islands(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """The same where the policy has rules for modules or parameters."""
     regions, islands = session.regions, Islands(session, original)
-    entry_of = session.modules.table.get
+    entry_of, local = session.modules.table.get, session.local
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -154,7 +154,7 @@ def _module_call_with_islands(original: Callable[..., Any], session: Session) ->
                 return regions.run(parameter.device.type, dtype, islands.call_root, args, kwargs)
         leave_nesting()
         entry = entry_of(id(args[0]), UNKNOWN)
-        if entry is None:
+        if entry is None or entry == local.precision:
             return original(*args, **kwargs)
         return islands.call_nested(entry, depth, args, kwargs)
 
