@@ -1,10 +1,7 @@
 """Scaled backward: inside torch gradients carry the scale, inside user code they never do.
 
-Each run of the autograd engine is a `Pass`. The scale enters with the seed gradient; before the
-engine's caller gets control back, also on an exception, the gradients of every reached leaf are
-checked and unscaled in place. On CUDA hooks and custom Functions run on the engine's own threads,
-where a plain thread-local is empty: the pass travels in the thread-local state that torch hands to
-them.
+The scale enters with the seed gradient; before the engine's caller gets control back, also on an
+exception, the gradients of every reached leaf are checked and unscaled in place.
 """
 
 from __future__ import annotations
@@ -15,139 +12,23 @@ from typing import Any
 
 import torch
 
-from .casting import HALF
+from .graphs import AccumulateGrad, executed, node_of
+from .passes import Pass, UserCode, current
 from .region import is_functionalizing
-from .scaling import any_of, check, inverse_of, multiply_, unscale_
+from .repeating import Accumulation, Call, Differentiation, checks_nan, unscaled, until_finite
+from .scaling import any_of
 from .session import Session
+from .unskippable import Limit, Owners, Unheeded
 
-_KEY = "autoamp.pass"
 _HALF_SEED_LIMIT = 32768.0
 """The largest power of two that float16 holds: a seed for a half root cannot be larger."""
-
-_AccumulateGrad: Any = type(
-    torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
-)
-
 
 _NOTHING = contextlib.nullcontext()
 
 
-class Pass:
-    """One run of the engine: its gradients carry `scale`, and so does the ``.grad`` of `leaves`."""
-
-    def __init__(self, scale: torch.Tensor, inverse: torch.Tensor, outer: Pass | None) -> None:
-        self.scale = scale
-        self.inverse = inverse
-        self.outer = outer
-        self.leaves: dict[int, torch.Tensor] = {}
-        self.flags: list[torch.Tensor] = []
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether this pass or one around it has the tensor's gradient in scaled units already."""
-        return id(tensor) in self.leaves or (self.outer is not None and self.outer.owns(tensor))
-
-    def take(self, tensors: list[torch.Tensor]) -> None:
-        """Make these tensors' gradients scaled ones: what they hold already is multiplied."""
-        if self.leaves or self.outer is not None:
-            tensors = [tensor for tensor in tensors if not self.owns(tensor)]
-        self.leaves.update(zip(map(id, tensors), tensors, strict=True))
-        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
-        if grads:
-            grads = _plain(tensors, grads, self.scale)
-            with torch.no_grad():
-                multiply_(grads, self.scale)
-
-    def settle(self, tensor: torch.Tensor | None = None) -> None:
-        """Give this tensor its true gradient back, or all of them; note whether it is finite."""
-        tensors = list(self.leaves.values())
-        if tensor is not None:
-            tensors = [self.leaves.pop(id(tensor))] if id(tensor) in self.leaves else []
-        else:
-            self.leaves.clear()
-        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
-        if grads:
-            grads = _plain(tensors, grads, self.inverse, self.flags)
-            with torch.no_grad():
-                self.flags += unscale_(grads, self.inverse)
-
-    def to_true(self, value: Any) -> Any:
-        """Gradients as user code sees them: unscaled, half ones as float32."""
-        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-            value = value.float() if value.dtype in HALF else value
-            return value * self.inverse.to(value.device, non_blocking=True)
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.to_true(item) for item in value)
-        return value
-
-    def to_scaled(self, value: Any, like: Any = None) -> Any:
-        """What user code returned, for the engine: scaled, in the dtypes of `like` if given."""
-        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-            scaled = value * self.scale.to(value.device, non_blocking=True)
-            return scaled.to(like.dtype) if isinstance(like, torch.Tensor) else scaled
-        if isinstance(value, (tuple, list)):
-            known = isinstance(like, (tuple, list)) and len(like) == len(value)
-            return type(value)(map(self.to_scaled, value, like if known else [None] * len(value)))
-        return value
-
-
-def _plain(
-    tensors: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    factor: torch.Tensor,
-    flags: list[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """The gradients that can be edited in place.
-
-    One with a graph (``create_graph``) is multiplied, checked and replaced here instead, so that it
-    can be differentiated again.
-    """
-    if not any(grad.requires_grad for grad in grads):
-        return grads
-    for tensor in tensors:
-        if tensor.grad is not None and tensor.grad.requires_grad:
-            tensor.grad = tensor.grad * factor
-            if flags is not None:
-                flags += check([tensor.grad])
-    return [grad for grad in grads if not grad.requires_grad]
-
-
-class UserCode:
-    """Stands in a pass's place while a hook or Function of the user runs: gradients are true."""
-
-    def __init__(self, outer: Pass) -> None:
-        self.outer = outer
-
-
-def current() -> Pass | UserCode | None:
-    """What the engine is running on this thread, engine threads included."""
-    if torch._C._is_key_in_tls(_KEY):
-        return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
-    return None
-
-
-def run_in(value: Pass | UserCode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` while `value` is what runs, on this thread and on those of the engine."""
-    before = current()
-    torch._C._stash_obj_in_tls(_KEY, value)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        if before is None:
-            _forget(_KEY)
-        else:
-            torch._C._stash_obj_in_tls(_KEY, before)
-
-
-def _overwrite(key: str) -> None:
-    torch._C._stash_obj_in_tls(key, None)
-
-
-# Erasing is safer at thread exit, says torch/autograd/graph.py; older versions can only overwrite.
-_forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", _overwrite)
-
-
 def engine_run_backward(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """What `torch.autograd.backward` and `grad` come down to, with their arguments in order."""
+    engine = _Engine(session)
 
     def _engine_run_backward(
         roots: Any,
@@ -158,7 +39,7 @@ def engine_run_backward(original: Callable[..., Any], session: Session) -> Calla
         allow_unreachable: bool,
         accumulate_grad: bool,
     ) -> Any:
-        def run(seeds: Any, retain_graph: bool = retain_graph) -> Any:
+        def run(seeds: Any, retain_graph: bool) -> Any:
             return original(
                 roots,
                 seeds,
@@ -169,81 +50,114 @@ def engine_run_backward(original: Callable[..., Any], session: Session) -> Calla
                 accumulate_grad=accumulate_grad,
             )
 
-        in_region = getattr(session.local, "region", None) is not None
-        with _autocast_off(session) if in_region else _NOTHING:
+        in_region, around = getattr(session.local, "region", None) is not None, current()
+        from_user = isinstance(around, UserCode)
+        with _autocast_off(session) if in_region or from_user else _NOTHING:
             if not session.scales or not session.active or _is_foreign():
-                return run(seeds)
-            if accumulate_grad:
-                return _accumulate(session, run, roots, seeds, inputs)
-            return _differentiate(session, run, roots, seeds)
+                return run(seeds, retain_graph)
+            if isinstance(around, Pass):  # by torch itself: a reentrant checkpoint
+                if accumulate_grad:
+                    around.take(_leaves(session, roots, inputs))
+                return run(seeds, retain_graph)
+            call = Call(run, roots, seeds, inputs, retain_graph, around)
+            return engine.accumulate(call) if accumulate_grad else engine.differentiate(call)
 
     return _engine_run_backward
 
 
-def _accumulate(
-    session: Session, run: Callable[..., Any], roots: Any, seeds: Any, inputs: Any
-) -> Any:
-    around = current()
-    if isinstance(around, Pass):  # torch itself, in the middle of a pass: reentrant checkpointing
-        around.take(_leaves(session, roots, inputs))
-        return run(seeds)
-    running = _new_pass(session, roots, around)
-    running.take(_leaves(session, roots, inputs))
-    try:
-        return run_in(running, run, running.to_scaled(seeds))
-    finally:
-        running.settle()
+class _Engine:
+    """The runs of one session: scaled, and again at half the scale where nobody can skip."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.owners = Owners(session)
+        self.unheeded = Unheeded(session, self.owners)
+        self.limit_of_leaves = Limit(session.loss_scale.rule)
+        self.limit_of_results = Limit(session.loss_scale.rule)
+
+    def accumulate(self, call: Call) -> None:
+        """`backward`: gradients are added to the ``.grad`` of leaves."""
+        if call.around is None:
+            self.unheeded.look_back()
+        scale = self._scale(call)
+        leaves = _leaves(self.session, call.roots, call.inputs)
+        strangers = self.owners.strangers(leaves)
+        nodes = call.nodes_to_keep() if strangers or checks_nan() else None
+        mark = self.session.backwards.count
+        if nodes is None:
+            running = self._pass(call, scale)
+            try:
+                call.attempt(running, leaves, call.retain_graph)
+            finally:
+                self._record(call, running, leaves, mark)
+            return
+        is_alone = len(strangers) == len(leaves)
+        limit = self.limit_of_leaves
+        running = self._pass(call, limit.below(scale) if is_alone else scale, may_repeat=True)
+        run = Accumulation(call, self.owners, running)
+        try:
+            until_finite(run, leaves, nodes)
+            if is_alone and not run.kept:
+                limit.note(run.fell_to)
+            elif run.fell_to is not None and not run.kept:  # anomalies: no gate will see them
+                self.unheeded.lower_to(run.fell_to)
+        finally:
+            run.finish()
+            self._record(call, run.recorded, leaves, mark)
+
+    def differentiate(self, call: Call) -> Any:
+        """`torch.autograd.grad`: gradients are returned."""
+        limit, nodes = self.limit_of_results, call.nodes_to_keep()
+        retained = _retained(self.session, call.roots)
+        running = self._pass(call, limit.below(self._scale(call)), may_repeat=True)
+        if nodes is None:
+            grads = call.attempt(running, retained, call.retain_graph)
+        else:
+            run = Differentiation(call, running)
+            grads = until_finite(run, retained, nodes)
+            running = run.running
+            limit.note(run.fell_to)
+        return tuple(unscaled(grad, running.inverse) for grad in grads)
+
+    def _scale(self, call: Call) -> torch.Tensor:
+        tensors = [root for root in call.roots if isinstance(root, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        outer = call.outer
+        scale = self.session.loss_scale.current(device) if outer is None else outer.scale
+        if any(tensor.dtype is torch.float16 for tensor in tensors):
+            return scale.clamp(max=_HALF_SEED_LIMIT)
+        return scale
+
+    def _pass(self, call: Call, scale: torch.Tensor, may_repeat: bool = False) -> Pass:
+        return Pass(scale, self.session.loss_scale.inverse(scale), call.outer, may_repeat)
+
+    def _record(self, call: Call, running: Pass, leaves: list[torch.Tensor], mark: int) -> None:
+        """Leave to the gates what they have to know."""
         if running.flags:
-            session.backwards.append((running.scale, any_of(running.flags)))
-
-
-def _differentiate(session: Session, run: Callable[..., Any], roots: Any, seeds: Any) -> Any:
-    """`torch.autograd.grad`: nobody can skip what it returns, so the scale falls until finite."""
-    around = current()
-    if isinstance(around, Pass):
-        return run(seeds)
-    running = _new_pass(session, roots, around)
-    while True:
-        grads = run_in(running, run, running.to_scaled(seeds), retain_graph=True)
-        flags = check([grad for grad in grads if grad is not None])
-        if not flags or not any_of(flags).item() or float(running.scale) <= 1.0:
-            return tuple(_unscaled(grad, running.inverse) for grad in grads)
-        scale = running.scale / 2
-        running = Pass(scale, inverse_of(scale), running.outer)
-
-
-def _unscaled(grad: torch.Tensor | None, inverse: torch.Tensor) -> torch.Tensor | None:
-    if grad is None:
-        return None
-    return (grad * inverse.to(grad.device, non_blocking=True)).to(grad.dtype)
-
-
-def _new_pass(session: Session, roots: Any, around: UserCode | None) -> Pass:
-    tensors = [root for root in roots if isinstance(root, torch.Tensor)]
-    scale = session.loss_scale.current(tensors[0].device if tensors else torch.device("cpu"))
-    for tensor in tensors:
-        if tensor.dtype is torch.float16:
-            scale = scale.clamp(max=_HALF_SEED_LIMIT)
-            break
-    outer = None if around is None else around.outer
-    return Pass(scale, session.loss_scale.inverse(scale), outer)
+            backward = running.scale, any_of(running.flags)
+            self.session.backwards.append(backward)
+            if call.around is None:
+                self.unheeded.note(leaves, mark, backward)
 
 
 def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
     """The tensors into whose ``.grad`` the engine will accumulate."""
     if inputs:
         nodes = [edge.node for edge in inputs if not isinstance(edge, torch.Tensor)]
-        return [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)] + [
-            node.variable for node in nodes if type(node) is _AccumulateGrad
+        asked = [
+            *(tensor for tensor in inputs if isinstance(tensor, torch.Tensor)),
+            *(node.variable for node in nodes if type(node) is AccumulateGrad),
+            *_retained(session, roots),
         ]
-    stack: list[Any] = [_node(root) for root in roots]
-    leaves = [node.variable for node in stack if type(node) is _AccumulateGrad]
+        return list({id(tensor): tensor for tensor in asked}.values())
+    stack: list[Any] = [node_of(root) for root in roots]
+    leaves = [node.variable for node in stack if type(node) is AccumulateGrad]
     seen = set(stack)
     while stack:  # a fifth of a millisecond for 500 nodes: nothing in here that need not be
         for node, _ in stack.pop().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
-                if type(node) is _AccumulateGrad:
+                if type(node) is AccumulateGrad:
                     leaves.append(node.variable)
                 else:
                     stack.append(node)
@@ -251,42 +165,54 @@ def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
     return leaves
 
 
-def _node(root: Any) -> Any:
-    if isinstance(root, torch.Tensor):
-        return root.grad_fn or torch.autograd.graph.get_gradient_edge(root).node
-    return root.node
+def _retained(session: Session, roots: Any) -> list[torch.Tensor]:
+    """The tensors that keep their gradient although they are no leaves, where there are any."""
+    retained = list(session.retained())
+    reached = executed(roots, ()) if retained else ()
+    return [tensor for tensor in retained if tensor.grad_fn in reached]
 
 
 def _is_foreign() -> bool:
-    """Whether this run is not the script's own: transforms, compilers, CUDA graph capture."""
+    """Whether this run is not the script's own: compilers, CUDA graph capture."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        or (torch._C._are_functorch_transforms_active() and _is_functionalized())
         or (torch._C._len_torch_dispatch_stack() > 0 and is_functionalizing())
         or (_cuda_is_up() and torch.cuda.is_current_stream_capturing())
     )
 
 
+def _is_functionalized() -> bool:
+    functorch = torch._C._functorch
+    kind = functorch.TransformType.Functionalize
+    return any(layer.key() == kind for layer in functorch.get_interpreter_stack() or ())
+
+
 _cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
+
+
+def half_devices(session: Session) -> list[str]:
+    """The types of device that have regions."""
+    return [name for name, decision in session.decisions.items() if decision.dtype is not None]
 
 
 @contextlib.contextmanager
 def _autocast_off(session: Session) -> Iterator[None]:
-    """A backward inside an open region (a training loop in a module) runs as it would outside.
+    """A backward runs without autocast, also inside an open region, and called by user code in one.
 
-    Weights are about to change there: casts made so far are dropped, and the rest of that region
-    makes fresh ones.
+    Where there is a training loop in a module, weights are about to change: casts made so far are
+    dropped, and the rest of that region makes fresh ones.
     """
-    device_type = session.local.region
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    torch.clear_autocast_cache()
-    if torch.is_autocast_cache_enabled():
-        torch.set_autocast_cache_enabled(False)
-        session.local.uncached = True  # the region that ends puts it back
-    torch.set_autocast_enabled(device_type, False)
+    enabled = [name for name in half_devices(session) if torch.is_autocast_enabled(name)]
+    if session.local.region in enabled:
+        torch.clear_autocast_cache()
+        if torch.is_autocast_cache_enabled():
+            torch.set_autocast_cache_enabled(False)
+            session.local.uncached = True  # the region that ends puts it back
+    for name in enabled:
+        torch.set_autocast_enabled(name, False)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(device_type, True)
+        for name in enabled:
+            torch.set_autocast_enabled(name, True)

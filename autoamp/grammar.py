@@ -23,6 +23,13 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
+class Flag:
+    """true or false."""
+
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
 class Number:
     """A number within `bounds`, whose names are those of JSON Schema; `rule` says them."""
 
@@ -86,4 +93,4 @@ class Either:
     several: Map | List
 
 
-Kind: TypeAlias = Word | Number | Text | Op | Arguments | Map | List | Either
+Kind: TypeAlias = Word | Flag | Number | Text | Op | Arguments | Map | List | Either

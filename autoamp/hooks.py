@@ -2,17 +2,24 @@
 
 What torch itself defines stays in scaled units. A hook is wrapped when it is registered, since the
 engine calls it from C++.
+
+True gradients are float32, and what a forward saved inside a region may be half: in user code every
+op of torch's lower-precision list runs in float32, so that the two can meet, as in a script without
+autoamp.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from .backward import Pass, UserCode, current, run_in
+from .backward import half_devices
+from .casting import to_float32
+from .passes import Pass, UserCode, current, run_in
 from .scaling import any_of
 from .session import Session
 
@@ -21,7 +28,7 @@ def tensor_hook(original: Callable[..., Any], session: Session) -> Callable[...,
     """`Tensor.register_hook`: true gradients in; what comes back, or was edited, is scaled."""
 
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return original(self, _with_true_gradients(hook))
+        return original(self, _with_true_gradients(hook, session))
 
     return register_hook
 
@@ -40,8 +47,10 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
                 return hook(parameter)
             running.settle(parameter)
             if running.flags:
-                session.backwards.append((running.scale, any_of(running.flags)))
-            return run_in(UserCode(running), hook, parameter)
+                flags, running.flags = running.flags, []
+                session.backwards.append((running.scale, any_of(flags)))
+            running.is_heard = True
+            return _call(session, running, hook, parameter)
 
         return original(self, settled)
 
@@ -53,7 +62,10 @@ def module_backward_hooks(original: Callable[..., Any], session: Session) -> Cal
 
     def _get_backward_hooks(self: torch.nn.Module) -> Any:
         full, non_full = original(self)
-        return [_with_true_gradients(h) for h in full], [_with_true_gradients(h) for h in non_full]
+        return (
+            [_with_true_gradients(hook, session) for hook in full],
+            [_with_true_gradients(hook, session) for hook in non_full],
+        )
 
     return _get_backward_hooks
 
@@ -62,7 +74,7 @@ def module_backward_pre_hooks(original: Callable[..., Any], session: Session) ->
     """`Module._get_backward_pre_hooks`: likewise."""
 
     def _get_backward_pre_hooks(self: torch.nn.Module) -> Any:
-        return [_with_true_gradients(hook) for hook in original(self)]
+        return [_with_true_gradients(hook, session) for hook in original(self)]
 
     return _get_backward_pre_hooks
 
@@ -75,11 +87,10 @@ def function_backward(original: Callable[..., Any], session: Session) -> Callabl
     """
 
     def apply(self: Any, *args: Any) -> Any:
-        running = current()
-        if not isinstance(running, Pass) or _stays_scaled(self._forward_cls):
+        units = _units(session)
+        if units is None or _stays_scaled(self._forward_cls):
             return original(self, *args)
-        result = run_in(UserCode(running), original, self, *running.to_true(args))
-        return running.to_scaled(result)
+        return units.to_scaled(_call(session, units, original, self, *units.to_true(args)))
 
     return apply
 
@@ -94,17 +105,17 @@ def retain_grad(original: Callable[..., Any], session: Session) -> Callable[...,
     return retain_grad
 
 
-def _with_true_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _with_true_gradients(hook: Callable[..., Any], session: Session) -> Callable[..., Any]:
     if is_torchs_own(hook):
         return hook
 
     @_named_after(hook)
     def in_true_units(*args: Any) -> Any:
-        running = current()
-        if not isinstance(running, Pass):
+        units = _units(session)
+        if units is None:
             return hook(*args)
-        true = running.to_true(args)
-        result = run_in(UserCode(running), hook, *true)
+        true = units.to_true(args)
+        result = _call(session, units, hook, *true)
         if (
             result is None
             and len(true) == 1
@@ -113,19 +124,75 @@ def _with_true_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
         ):
             result = true[0]
         like = args[0] if len(args) == 1 else args[1]  # a tensor's hook, or (module, gradients, …)
-        return running.to_scaled(result, like)
+        return units.to_scaled(result, like)
 
     return in_true_units
+
+
+class _OnlyHalf:
+    """What stands for a `Pass` where nothing is scaled: half gradients are float32 in user code."""
+
+    def to_true(self, value: Any) -> Any:
+        return to_float32(value)
+
+    def to_scaled(self, value: Any, like: Any = None) -> Any:
+        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+            return value.to(like.dtype)
+        if isinstance(value, tuple) and isinstance(like, tuple):
+            return tuple(map(self.to_scaled, value, like))
+        return value
+
+
+_ONLY_HALF = _OnlyHalf()
+
+
+def _units(session: Session) -> Pass | _OnlyHalf | None:
+    """How gradients are turned into true ones here; None where they are that already."""
+    running = current()
+    if isinstance(running, Pass):
+        return running
+    is_half = session.active and not session.scales and half_devices(session)
+    return _ONLY_HALF if is_half else None
+
+
+def _call(
+    session: Session, units: Pass | _OnlyHalf, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call user code in the middle of a backward."""
+    user_code = UserCode(units if isinstance(units, Pass) else None)
+    with _lower_is_float32(session):
+        return run_in(user_code, function, *args)
+
+
+@contextlib.contextmanager
+def _lower_is_float32(session: Session) -> Iterator[None]:
+    before = [
+        (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+        for name in half_devices(session)
+    ]
+    for name, _, _ in before:
+        torch.set_autocast_dtype(name, torch.float32)
+        torch.set_autocast_enabled(name, True)
+    try:
+        yield
+    finally:
+        for name, was_enabled, dtype in before:
+            torch.set_autocast_enabled(name, was_enabled)
+            torch.set_autocast_dtype(name, dtype)
 
 
 def _named_after(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return functools.wraps(hook, updated=())
 
 
+FOR_USERS = ("torch.autograd.graph", "torch.functional", "torch.nn.functional")
+"""Modules of torch whose functions scripts use as hooks, or that wrap the hooks of scripts."""
+
+
 def is_torchs_own(function: Any) -> bool:
     """Whether a hook or class was defined by torch itself, which works in scaled units."""
     module = getattr(function, "__module__", None) or ""
-    return module == "torch" or module.startswith("torch.")
+    return (module == "torch" or module.startswith("torch.")) and module not in FOR_USERS
 
 
 def _stays_scaled(function: type) -> bool:

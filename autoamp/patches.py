@@ -9,12 +9,20 @@ from typing import Any
 
 import torch
 
-from . import backward, hooks, opnames, region, stepping
+from . import backward, checkpoints, hooks, opnames, region, stepping
 from .patching import Patch
 from .policy import Policy
 from .session import Session
 
 scales = attrgetter("scales")
+SCHEDULERS = (
+    "LRScheduler",
+    "SequentialLR",
+    "ChainedScheduler",
+    "ReduceLROnPlateau",
+    "CosineAnnealingWarmRestarts",
+)
+"""The schedulers of torch that have a ``step`` of their own."""
 FUNCTIONAL = (
     "linear",
     "conv1d",
@@ -28,6 +36,11 @@ FUNCTIONAL = (
     "scaled_dot_product_attention",
 )
 """The functions of `torch.nn.functional` in torch's own lower-precision list."""
+
+
+def holds_schedulers(policy: Policy) -> bool:
+    """Whether learning rates stay as they are after a skipped step."""
+    return policy.scales and policy.loss_scale.hold_schedulers
 
 
 def find_builtin(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -145,15 +158,24 @@ PATCHES = (
     ),
     Patch(
         "torch.optim:Optimizer.state_dict",
-        stepping.state_dict,
+        checkpoints.state_dict,
         "the loss scale is saved with the optimizer, under the key 'autoamp'",
         when=scales,
     ),
     Patch(
         "torch.optim:Optimizer.load_state_dict",
-        stepping.load_state_dict,
+        checkpoints.load_state_dict,
         "the loss scale comes back with the optimizer",
         when=scales,
+    ),
+    *(
+        Patch(
+            f"torch.optim.lr_scheduler:{name}.step",
+            stepping.scheduler_step,
+            "schedulers wait for a step that is not skipped, where the policy says so",
+            when=holds_schedulers,
+        )
+        for name in SCHEDULERS
     ),
     Patch(
         "torch.amp.grad_scaler:GradScaler.scale",

@@ -29,7 +29,7 @@ class LossScaleRule:
 
     `interval` counts taken steps between two growths; `hysteresis` is the number of skipped steps
     in a row that cost one back-off (Paddle's ``decr_every_n_nan_or_inf``); `min` and `max` bound
-    the scale.
+    the scale. `hold_schedulers`: after a skipped step learning rates stay as they are.
     """
 
     mode: str = "dynamic"
@@ -40,6 +40,7 @@ class LossScaleRule:
     hysteresis: int = 1
     min: float = 0.0
     max: float = float("inf")
+    hold_schedulers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

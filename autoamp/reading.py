@@ -42,6 +42,13 @@ def _word(piece: Piece, kind: grammar.Word) -> str:
     return word
 
 
+def _flag(piece: Piece, kind: grammar.Flag) -> bool:
+    word = scalar(piece)
+    if word.lower() not in ("true", "false"):
+        raise piece.error(f"{piece.what} is '{word}'; use true or false.")
+    return word.lower() == "true"
+
+
 def _number(piece: Piece, kind: grammar.Number) -> float:
     text = scalar(piece)
     try:
@@ -138,6 +145,7 @@ _COLLECTIONS: Mapping[type, tuple[type[yaml.CollectionNode], str]] = {
 }
 _READ: Mapping[type, Callable[[Piece, Any], Any]] = {
     grammar.Word: _word,
+    grammar.Flag: _flag,
     grammar.Number: _number,
     grammar.Text: _free_text,
     grammar.Op: _op,

@@ -7,12 +7,13 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from .policy import LossScaleRule
+from .policy import SCALES, LossScaleRule
 
 PENDING = 512
 """How many steps wait on the device before their outcome is read back."""
@@ -22,11 +23,17 @@ class LossScale:
     """The scale of one process, moved as `torch.amp.GradScaler` moves its own.
 
     `history` holds ``[step, scale]`` wherever the scale changed; `taken` and `skipped` count gated
-    steps.
+    steps. What the user should know is given to `say`, in one line, once.
     """
 
     def __init__(self, rule: LossScaleRule) -> None:
         self.rule = rule
+        self.say: Callable[[str], None] = _nobody_listens
+        self.was_loaded = False
+        # Where nothing bounds it, it still stays a number that float32 holds and inverts.
+        self._bounds = max(rule.min, SCALES[0]), min(rule.max, SCALES[1])
+        self._has_warned = False
+        self._skips_in_a_row = 0  # that have been read back
         self.taken = 0
         self.skipped = 0
         self.history: list[list[float]] = [[0, rule.init]]
@@ -63,7 +70,10 @@ class LossScale:
         return self._inverse[1]
 
     def update(
-        self, found_inf: torch.Tensor | bool, ran_with: torch.Tensor, skipped: bool | None = None
+        self,
+        found_inf: torch.Tensor | bool,
+        ran_with: torch.Tensor,
+        skipped: torch.Tensor | bool | None = None,
     ) -> None:
         """The end of a gated step.
 
@@ -81,12 +91,13 @@ class LossScale:
             flag = self._flag(found_inf, scale.device)
             self._move(scale, flag, ran_with.to(scale.device, non_blocking=True))
             scale = self.current(scale.device)
-            # After a step that moves the scale, or may, torch's counter starts again at zero.
-            self._until_growth = None if known is None else self.rule.interval
+            # An overflow starts torch's counter again at zero, and so does a growth that was due.
+            starts_again = known is True or (known is False and self._until_growth is not None)
+            self._until_growth = self.rule.interval if starts_again else None
         self._pending.append(
             (self._flag(found_inf if skipped is None else skipped, scale.device), scale)
         )
-        if len(self._pending) >= PENDING:
+        if known or len(self._pending) >= PENDING:  # known: the host has waited just now
             self.read_back()
 
     def _only_counts(self, known: bool | None) -> bool:
@@ -118,8 +129,7 @@ class LossScale:
             patient = (found_inf > 0) & (in_a_row < rule.hysteresis)
             new = torch.where(patient, scale, new)
             in_a_row = torch.where(in_a_row >= rule.hysteresis, 0, in_a_row)
-        if rule.min > 0 or rule.max < float("inf"):
-            new.clamp_(rule.min, rule.max)
+        new.clamp_(*self._bounds)
         self._tensors = (new, tracker, in_a_row)
 
     def read_back(self) -> None:
@@ -129,10 +139,34 @@ class LossScale:
         pending, self._pending = self._pending, []
         rows = torch.stack([torch.stack(pair) for pair in pending]).tolist()
         for skip, scale in rows:
+            before = self.history[-1][1]
             self.skipped += skip > 0
             self.taken += skip == 0
-            if scale != self.history[-1][1]:
+            if scale != before:
                 self.history.append([self.taken + self.skipped, scale])
+            self._skips_in_a_row = self._skips_in_a_row + 1 if skip > 0 else 0
+            if self._skips_in_a_row > 1 or scale < before:
+                self._warn(before, scale)
+
+    def _warn(self, before: float, scale: float) -> None:
+        """Say what a scale means that keeps overflowing and cannot fall, or has fallen below 1."""
+        is_static = self.rule.mode == "static"
+        if self._has_warned:
+            return
+        if scale == before and (is_static or scale <= self._bounds[0]):
+            line = (
+                f"gradients keep overflowing at the {'static' if is_static else 'least'} loss "
+                f"scale, {scale:.10g}: steps are skipped"
+            )
+        elif scale < min(before, 1.0):
+            line = f"the loss scale has fallen below 1, to {scale:.10g}: FP16 loses small gradients"
+        else:
+            return
+        self._has_warned = True
+        self.say(
+            f"autoamp: {line}; look for inf and nan in the loss and the data, and give the layers "
+            "that overflow 'precision: float32' under 'modules' in a policy, or use BF16"
+        )
 
     def forget_counts(self) -> None:
         """Start counting, and the history, at the present scale."""
@@ -149,13 +183,32 @@ class LossScale:
         return dict(self._state)
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Take over the `state` of a checkpoint; missing entries keep their present value."""
+        """Take over the `state` of a checkpoint, within what the policy says.
+
+        Entries that are missing, or no numbers that could be used, keep their present value.
+        """
         self.read_back()
-        self._state = {key: state.get(key, value) for key, value in self.state().items()}
+        self.was_loaded = True
+        rule, known = self.rule, self.state()
+        for key, value in known.items():
+            asked = state.get(key)
+            if isinstance(asked, (int, float)) and 0 <= asked < math.inf:
+                known[key] = type(value)(asked)
+        if rule.mode == "static":
+            known["scale"] = rule.init
+        else:
+            known["scale"] = min(max(known["scale"], self._bounds[0]), self._bounds[1])
+        # torch's counter grows the scale when it equals the interval: past it, never.
+        known["growth_tracker"] = min(known["growth_tracker"], rule.interval - 1)
+        self._state = known
         self._tensors, self._good_steps = None, 0
-        self._until_growth = self.rule.interval - int(self._state["growth_tracker"])
-        if self._state["scale"] != self.history[-1][1]:
-            self.history.append([self.taken + self.skipped, self._state["scale"]])
+        self._until_growth = rule.interval - int(known["growth_tracker"])
+        if known["scale"] != self.history[-1][1]:
+            self.history.append([self.taken + self.skipped, known["scale"]])
+
+
+def _nobody_listens(line: str) -> None:
+    pass
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:

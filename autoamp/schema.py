@@ -79,6 +79,7 @@ def _every_op() -> Schema:
 
 _SCHEMAS: Mapping[type, Callable[[Any], Schema]] = {
     grammar.Word: lambda kind: {"enum": list(kind.words)},
+    grammar.Flag: lambda kind: {"type": "boolean"},
     grammar.Number: _number,
     grammar.Text: lambda kind: {"type": "string", **kind.rule},
     grammar.Op: lambda kind: {"$ref": "#/$defs/op"},

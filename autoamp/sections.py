@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 
 from . import policy as words
-from .grammar import Arguments, Either, Kind, List, Map, Number, Op, Text, Word
+from .grammar import Arguments, Either, Flag, Kind, List, Map, Number, Op, Text, Word
 
 
 def _name(text: str) -> str:
@@ -143,6 +143,7 @@ _LOSS_SCALE: Mapping[str, Kind] = {
     "hysteresis": Number("Skipped steps in a row before it shrinks.", *_COUNT),
     "min": Number("The least scale.", "of 0 or more", {"minimum": 0}),
     "max": Number("The greatest scale.", "above 0", {"exclusiveMinimum": 0}),
+    "hold_schedulers": Flag("Whether learning rates stay as they are after a skipped step."),
 }
 
 LATER: Mapping[str, Mapping[str, tuple[str, Word | Number]]] = {

@@ -7,20 +7,25 @@ skipped step runs no step hooks, touches neither parameters nor state, and no sc
 from __future__ import annotations
 
 import functools
+import gc
+import inspect
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._compile import _disable_dynamo
 
-from .region import exempted, is_compiling
-from .scaling import any_of, unscale_
+from . import overflow
+from .closures import Evaluations, Skip
+from .region import is_compiling
+from .scaling import any_of
 from .session import Backward, Session
 
-STATE_KEY = "autoamp"
-"""The one key that autoamp adds to ``optimizer.state_dict()``; plain PyTorch ignores it."""
+_READ_BY_KERNELS = ("grad_scale", "found_inf")
+"""Attributes of an optimizer that fused kernels look for; a script may have set the first."""
 
 
 def _unknown() -> object:
@@ -37,11 +42,20 @@ def _dynamo_is_off() -> bool:
     return _frame_callback() is None
 
 
+class Outcome(NamedTuple):
+    """How a gated step ended: what `LossScale.update` wants to know of it."""
+
+    found_inf: torch.Tensor | bool
+    ran_with: torch.Tensor
+    skipped: torch.Tensor | bool
+
+
 class _OpenGates(threading.local):
-    """Per thread: the optimizers whose gates are open."""
+    """Per thread: the optimizers whose gates are open, and how steps inside of others ended."""
 
     def __init__(self) -> None:
         self.ids: set[int] = set()
+        self.inner: list[Outcome] = []
 
 
 class Gates:
@@ -49,7 +63,12 @@ class Gates:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        session.loss_scale.say = session.speech.notice
+        self._holds = session.policy.loss_scale.hold_schedulers
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._skipped: WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor | bool]
+        self._skipped = WeakKeyDictionary()  # the last step of each, the latest last
+        self._fused: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
         self._local = _OpenGates()
         # Dynamo would trace into it. Nothing is loaded for this: making an optimizer loads Dynamo.
         self._eagerly = _disable_dynamo(functools.partial(self._pass_through))
@@ -65,21 +84,35 @@ class Gates:
                 return step(optimizer, *args, **kwargs)
             if not session.active or id(optimizer) in local.ids:
                 return step(optimizer, *args, **kwargs)
-            local.ids.add(id(optimizer))
             try:
+                local.ids.add(id(optimizer))
                 if session.may_scale:
                     run = self._pass_through if _dynamo_is_off() else self._eagerly
                     return run(step, optimizer, args, kwargs)
                 result = step(optimizer, *args, **kwargs)
-                session.counts.steps += 1
+                session.counts.steps += len(local.ids) == 1
                 return result
             finally:
                 local.ids.discard(id(optimizer))
+                if not local.ids:
+                    local.inner.clear()
                 if getattr(session.local, "region", None) is not None:
                     torch.clear_autocast_cache()  # weights have changed inside an open region
 
         vars(gate)["__autoamp_gate__"] = step
         return gate
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its last step was skipped; where only the device knows, the host waits for it.
+
+        A wrapper around an optimizer shares its parameter groups: the last step of either counts.
+        """
+        groups = {id(group) for group in optimizer.param_groups}
+        for other, skipped in reversed(list(self._skipped.items())):
+            if any(id(group) in groups for group in other.param_groups):
+                answer = self._skipped[other] = bool(skipped)
+                return answer
+        return False
 
     def _pass_through(
         self,
@@ -88,35 +121,58 @@ class Gates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        session = self.session
         closure = args[0] if args else kwargs.get("closure")
-        if callable(closure):
-            return self._step_with_closure(step, optimizer, closure, args, kwargs)
-        backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
-        if not backwards:
-            result = step(optimizer, *args, **kwargs)
-            session.counts.steps += 1
-            return result
-        self._seen[optimizer] = session.backwards.count
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._step_fused(step, optimizer, backwards, args, kwargs)
-        found_inf = self._overflow(optimizer, backwards)
-        ran_with = _lowest_scale(backwards) if found_inf else backwards[-1][0]
-        result = None if found_inf else step(optimizer, *args, **kwargs)
-        self.session.loss_scale.update(found_inf, ran_with)
-        if found_inf:
-            session.speech.info("autoamp: step skipped, its gradients are not finite")
+        may_scale = self.session.scales or not self.session.decisions  # before the first region
+        if may_scale and callable(closure):
+            result, outcome = self._step_with_closure(step, optimizer, closure, args, kwargs)
+        else:
+            result, outcome = self._step(step, optimizer, args, kwargs)
+        self._end(optimizer, outcome)
         return result
 
-    def _overflow(self, optimizer: torch.optim.Optimizer, backwards: list[Backward]) -> bool:
-        """Whether this optimizer owns a gradient that is not finite: one synchronisation or two.
+    def _step(
+        self,
+        step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, Outcome | None]:
+        session, count = self.session, self.session.backwards.count
+        backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
+        if not backwards:
+            return step(optimizer, *args, **kwargs), None
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and self._reads_flag(step):
+            result, outcome = self._step_fused(step, optimizer, backwards, args, kwargs)
+        elif overflow.concerns(optimizer, backwards):
+            result, outcome = None, Outcome(True, overflow.scale_of(backwards), True)
+            session.speech.info("autoamp: step skipped, its gradients are not finite")
+        else:
+            result = step(optimizer, *args, **kwargs)
+            outcome = Outcome(False, backwards[-1][0], False)
+        self._seen[optimizer] = count  # not before: a step that raises may be tried again
+        return result, outcome
 
-        A backward that overflowed need not concern this optimizer (another one's loss, gradients
-        zeroed since).
-        """
-        if not any_of([found_inf for _, found_inf in backwards]).item():
-            return False
-        return bool(_check(optimizer).item())
+    def _end(self, optimizer: torch.optim.Optimizer, outcome: Outcome | None) -> None:
+        """Tell the loss scale, once for all steps inside of this one and itself (wrappers, SAM)."""
+        local, is_inner = self._local, len(self._local.ids) > 1
+        if local.inner and not is_inner:
+            outcomes, local.inner = [*local.inner, *([outcome] if outcome else [])], []
+            outcome = _all_in_one(outcomes)
+        if self._holds:
+            self._skipped.pop(optimizer, None)
+            self._skipped[optimizer] = outcome.skipped if outcome else False
+        if is_inner:
+            local.inner += [outcome] if outcome else []
+        elif outcome is None:
+            self.session.counts.steps += 1
+        else:
+            self.session.loss_scale.update(*outcome)
+
+    def _reads_flag(self, step: Callable[..., Any]) -> bool:
+        """Whether a fused step looks for ``found_inf``, and does not ask for a `GradScaler`."""
+        if step not in self._fused:
+            self._fused[step] = "grad_scaler" not in inspect.signature(step).parameters
+        return self._fused[step]
 
     def _step_fused(
         self,
@@ -125,20 +181,20 @@ class Gates:
         backwards: list[Backward],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
+    ) -> tuple[Any, Outcome]:
         """Fused kernels skip by themselves, on the device: they read a flag, and nobody waits."""
-        ran_with = backwards[-1][0]
-        found_inf = _check(optimizer)
+        found_inf = overflow.in_gradients(optimizer)
         if _first_step_needs_the_host(optimizer):
             result = None if found_inf.item() else step(optimizer, *args, **kwargs)
         else:
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf
+            own = {key: vars(optimizer)[key] for key in _READ_BY_KERNELS if key in vars(optimizer)}
+            optimizer.grad_scale, optimizer.found_inf = own.get("grad_scale"), found_inf
             try:
                 result = step(optimizer, *args, **kwargs)
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
-        self.session.loss_scale.update(found_inf, ran_with)
-        return result
+                vars(optimizer).update(own)
+        return result, Outcome(found_inf, backwards[-1][0], found_inf)
 
     def _step_with_closure(
         self,
@@ -147,39 +203,46 @@ class Gates:
         closure: Callable[[], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
-        """A closure runs its backward inside the step: one that overflows runs again in float32."""
+    ) -> tuple[Any, Outcome | None]:
         session = self.session
-        overflows: list[torch.Tensor] = []
-        ran_with: list[torch.Tensor] = []
+        evaluations = Evaluations(closure, optimizer, session, self._seen.get(optimizer, 0))
 
         @functools.wraps(closure)
-        def evaluated() -> Any:
-            random_state = _random_state()
-            mark = session.backwards.count
-            loss = closure()
-            backwards = session.backwards.since(mark)
-            if backwards:
-                ran_with.append(backwards[-1][0])
-                if self._overflow(optimizer, backwards):
-                    overflows.append(_lowest_scale(backwards))
-                    _restore_random_state(random_state)
-                    with exempted():
-                        loss = closure()
-            return loss
+        def evaluate() -> Any:
+            return evaluations.evaluate()
 
         if args:
-            args = (evaluated, *args[1:])
+            args = (evaluate, *args[1:])
         else:
-            kwargs = {**kwargs, "closure": evaluated}
-        result = step(optimizer, *args, **kwargs)
+            kwargs = {**kwargs, "closure": evaluate}
+        outcome = None
+        try:
+            result = step(optimizer, *args, **kwargs)
+            if evaluations.ran_with:
+                overflows = evaluations.overflows
+                scale = (overflows or evaluations.ran_with)[-1]
+                outcome = Outcome(bool(overflows), scale, skipped=False)
+        except Skip as skip:
+            result, outcome = skip.loss, Outcome(True, skip.ran_with, skipped=True)
+            session.speech.info("autoamp: step skipped, its gradients are not finite")
         self._seen[optimizer] = session.backwards.count
-        if ran_with:
-            scale = (overflows or ran_with)[-1]
-            session.loss_scale.update(bool(overflows), scale, skipped=False)
-        else:
-            session.counts.steps += 1
-        return result
+        return result, outcome
+
+
+def _all_in_one(outcomes: list[Outcome]) -> Outcome:
+    """Of a step and those inside it: one that overflowed counts, and so does one skipped."""
+    overflowed = (outcome for outcome in reversed(outcomes) if outcome.found_inf is True)
+    return Outcome(
+        _any([outcome.found_inf for outcome in outcomes]),
+        next(overflowed, outcomes[-1]).ran_with,
+        _any([outcome.skipped for outcome in outcomes]),
+    )
+
+
+def _any(answers: list[torch.Tensor | bool]) -> torch.Tensor | bool:
+    flags = [answer for answer in answers if isinstance(answer, torch.Tensor)]
+    known = any(answer is True for answer in answers)
+    return known if known or not flags else any_of(flags)
 
 
 def profile_hook_step(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -191,40 +254,50 @@ def profile_hook_step(original: Callable[..., Any], session: Session) -> Callabl
     return profile_hook_step
 
 
-def state_dict(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Optimizer.state_dict`: the loss scale rides along under one key, as plain numbers."""
+def scheduler_step(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`LRScheduler.step` where the policy holds schedulers: nothing after a skipped step.
 
-    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-        state: dict[str, Any] = original(self)
-        if session.active and session.scales:
-            state[STATE_KEY] = session.loss_scale.state()
-        return state
+    Not while a scheduler is made: it sets its first learning rate by a step of its own.
+    """
 
-    return state_dict
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_new = getattr(self, "_is_initial", "_last_lr" not in vars(self))  # older torch: no flag
+        may_hold = session.active and not is_new and not is_compiling()
+        if may_hold and session.gates.holds(self.optimizer):
+            return None
+        return original(self, *args, **kwargs)
 
-
-def load_state_dict(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Optimizer.load_state_dict`: and comes back."""
-
-    def load_state_dict(self: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        if STATE_KEY in state_dict:
-            state_dict = dict(state_dict)
-            session.loss_scale.load(state_dict.pop(STATE_KEY))
-        original(self, state_dict)
-
-    return load_state_dict
+    return step
 
 
-def hooked_classes() -> list[type[torch.optim.Optimizer]]:
-    """The optimizer classes, at all levels, whose own ``step`` carries torch's wrapper already."""
-    classes: list[type[torch.optim.Optimizer]] = []
+def hooked_classes() -> list[Any]:
+    """The optimizer classes, at all levels, whose own ``step`` carries torch's wrapper already.
+
+    When autoamp comes, closures that keep such a step are among them: schedulers made earlier.
+    """
+    classes: list[Any] = []
     stack: list[type[torch.optim.Optimizer]] = [torch.optim.Optimizer]
     while stack:
         cls = stack.pop()
         stack += cls.__subclasses__()
         if getattr(vars(cls).get("step"), "hooked", False) and cls not in classes:
             classes.append(cls)
+    # Only then, and only if there are any: this looks at every object that there is.
+    if classes and hasattr(torch.optim.Optimizer.profile_hook_step, "__wrapped__"):
+        keepers = gc.get_referrers(*[vars(cls)["step"] for cls in classes])
+        classes += [_Kept(cell) for cell in keepers if isinstance(cell, types.CellType)]
     return classes
+
+
+class _Kept:
+    """A step in a closure, under the name that it has in a class."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        said = {"__module__": "torch.optim", "__qualname__": "Optimizer"}
+        vars(self).update(said, cell=cell, step=cell.cell_contents)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["cell"].cell_contents = vars(self)["step"] = value
 
 
 def ungated(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,29 +307,6 @@ def ungated(step: Callable[..., Any]) -> Callable[..., Any]:
         return step
     vars(behind)["hooked"] = True
     return behind
-
-
-def _check(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """One flag for all gradients of the optimizer as they are now; nothing is changed.
-
-    The kernel that unscales checks too, in one pass; by a factor of one.
-    """
-    # `.data` has its own version counter: multiplying by one is no edit in autograd's eyes.
-    grads = [
-        p.grad.data
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
-    with torch.no_grad():
-        flags = unscale_(grads, torch.ones((), device=grads[0].device)) if grads else []
-    return any_of(flags) if flags else torch.zeros(())
-
-
-def _lowest_scale(backwards: list[Backward]) -> torch.Tensor:
-    """The smallest scale among the backwards that overflowed, as the object that they ran with."""
-    scales = [scale for scale, found_inf in backwards if found_inf.item()]
-    return min(scales, key=float) if scales else backwards[-1][0]
 
 
 def _first_step_needs_the_host(optimizer: Any) -> bool:
@@ -269,16 +319,3 @@ def _first_step_needs_the_host(optimizer: Any) -> bool:
         )
         for group in optimizer.param_groups
     )
-
-
-_cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
-
-
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if _cuda_is_up() else []
-
-
-def _restore_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])

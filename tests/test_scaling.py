@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 def moves(rule: LossScaleRule, overflows: str, host: str = "knows") -> list[float]:
     """The scale after each step; in `overflows` an x is a step that overflows.
 
-    The host "knows" each outcome, or it "waits" for the device, or it does both by turns.
+    The host "knows" each outcome, or it "waits" for the device, or it does both, some steps each.
     """
-    scale = LossScale(rule)
+    scale, turns = LossScale(rule), random.Random(3)
     seen = []
-    for index, step in enumerate(overflows):
+    for step in overflows:
         found_inf: bool | torch.Tensor = step == "x"
-        if host == "waits" or (host == "both" and index % 3):
+        if host == "waits" or (host == "both" and turns.random() < 0.4):
             found_inf = torch.tensor(float(found_inf))
         scale.update(found_inf, scale.current(CPU))
         seen.append(float(scale.current(CPU)))
@@ -56,13 +56,12 @@ def grad_scaler_moves(rule: LossScaleRule, overflows: str) -> list[float]:
     [
         LossScaleRule(interval=3),
         LossScaleRule(init=1e20, growth=1.5, backoff=0.3, interval=2),
-        LossScaleRule(init=3.0e38, interval=1),  # stops before inf
-        LossScaleRule(init=1e-44, interval=5),  # reaches 0, as GradScaler does
+        LossScaleRule(init=1e-30, growth=3.0, backoff=0.25, interval=1),
     ],
 )
 @pytest.mark.parametrize("host", ["knows", "waits", "both"])
 def test_moves_as_grad_scaler_does(rule: LossScaleRule, host: str) -> None:
-    overflows = "".join(random.Random(7).choices(".x", (3, 1), k=60))
+    overflows = "".join(random.Random(7).choices(".x", (5, 1), k=200))
     assert moves(rule, overflows, host) == grad_scaler_moves(rule, overflows)
 
 
@@ -81,6 +80,75 @@ def test_a_patient_skip_still_restarts_the_growth_interval() -> None:
 def test_floor_and_ceiling_hold() -> None:
     rule = LossScaleRule(init=4.0, interval=1, min=1.0, max=16.0)
     assert moves(rule, "xxxx......") == [2, 1, 1, 1, 2, 4, 8, 16, 16, 16]
+
+
+def test_where_nothing_bounds_it_the_scale_stays_a_number_with_an_inverse() -> None:
+    """GradScaler's falls to 0 and stays there: after that every gradient is NaN."""
+    unbounded = LossScaleRule(init=2.0**-120, interval=1)
+    assert moves(unbounded, "x" * 30 + "...")[-5:] == [
+        2.0**n for n in (-126, -126, -125, -124, -123)
+    ]
+    assert moves(replace(unbounded, init=2.0**120), "." * 30)[-1] == 2.0**126
+    for scale in (2.0**-126, 2.0**126):
+        assert float(scaling.inverse_of(torch.tensor(scale))) == 1 / scale
+
+
+OVERFLOWS = {
+    # the rule, what happens, the line, and the step in which it is said
+    "at the floor": (
+        LossScaleRule(init=4.0, min=1.0),
+        "xxxxxx",
+        ("gradients keep overflowing at the least loss scale, 1: steps are skipped", 3),
+    ),
+    "below 1": (
+        LossScaleRule(init=4.0),
+        "xxxxxx",
+        ("the loss scale has fallen below 1, to 0.5: FP16 loses small gradients", 3),
+    ),
+    "static": (
+        LossScaleRule(mode="static", init=128.0),
+        "..x.xx",
+        ("gradients keep overflowing at the static loss scale, 128: steps are skipped", 6),
+    ),
+    "patience": (
+        LossScaleRule(init=1.0, min=1.0, hysteresis=2),
+        "x.xx",
+        ("gradients keep overflowing at the least loss scale, 1: steps are skipped", 4),
+    ),
+    "some overflows": (LossScaleRule(init=64.0, interval=1, min=1.0), "xxx...xxx", None),
+    "starts below 1": (LossScaleRule(init=0.5, interval=1), "....", None),
+}
+
+
+@pytest.mark.parametrize("host", ["knows", "waits"])
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_a_scale_that_can_do_no_more_is_spoken_of_once(name: str, host: str) -> None:
+    """As soon as the host knows; it never waits for this."""
+    rule, overflows, expected = OVERFLOWS[name]
+    scale = LossScale(rule)
+    lines: list[tuple[str, int]] = []
+    for number, step in enumerate(overflows, 1):
+        scale.say = lambda line, number=number: lines.append((line, number))
+        found_inf: bool | torch.Tensor = step == "x"
+        if host == "waits":
+            found_inf = torch.tensor(float(found_inf))
+        scale.update(found_inf, scale.current(CPU))
+    if host == "waits":
+        assert lines == []
+        scale.read_back()
+    said = [(line.split(";")[0].removeprefix("autoamp: "), number) for line, number in lines]
+    if expected is None:
+        assert said == []
+    else:
+        assert said == [(expected[0], expected[1] if host == "knows" else len(overflows))]
+        assert "'precision: float32' under 'modules' in a policy" in lines[0][0]
+
+
+def test_a_closure_that_overflows_at_the_floor_is_no_skipped_step() -> None:
+    scale = LossScale(LossScaleRule(init=1.0, min=1.0))
+    scale.say = pytest.fail
+    scale.update(True, scale.current(CPU), skipped=False)
+    assert (scale.taken, scale.skipped) == (1, 0)
 
 
 def test_static_scale_never_moves() -> None:
@@ -135,6 +203,27 @@ def test_state_goes_round_and_continues_in_the_middle_of_an_interval() -> None:
         part.update(torch.tensor(overflow), part.current(CPU))
     assert second.state() == whole.state()
     assert whole.state()["scale"] == 1024.0
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_a_loaded_counter_past_the_interval_still_grows(host: bool) -> None:
+    """The policy may have changed since; torch's kernel waits for the very number."""
+    scale = LossScale(LossScaleRule(interval=5))
+    scale.load({"scale": 8.0, "growth_tracker": 1000})
+    scale.update(False if host else torch.tensor(0.0), scale.current(CPU))
+    assert scale.state() == {"scale": 16.0, "growth_tracker": 0, "skips_in_a_row": 0}
+
+
+def test_a_loaded_scale_stays_within_what_the_policy_says() -> None:
+    bounded = LossScale(LossScaleRule(min=2.0, max=1024.0, init=8.0))
+    for saved, held in ((65536.0, 1024.0), (0.25, 2.0), (512, 512.0), (float("nan"), 512.0)):
+        bounded.load({"scale": saved})
+        assert bounded.state()["scale"] == held
+    bounded.load({"scale": "many", "growth_tracker": -3})
+    assert bounded.state() == {"scale": 512.0, "growth_tracker": 0, "skips_in_a_row": 0}
+    static = LossScale(LossScaleRule(mode="static", init=128.0))
+    static.load({"scale": 65536.0})
+    assert float(static.current(CPU)) == 128.0
 
 
 @pytest.mark.parametrize(

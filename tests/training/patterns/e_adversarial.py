@@ -18,7 +18,7 @@ def attack(x, y, parameters_too):
     loss = 100 * F.cross_entropy(model(x), y, reduction="sum")
     loss.backward()
     model.requires_grad_()
-    result["x.grad"].append(x.grad.clone())
+    result["x.grad"].append(x.grad / 100)
     return (x + 0.1 * x.grad.sign()).detach()
 
 
@@ -38,5 +38,5 @@ x = inputs[0].clone().requires_grad_()
 hidden = model[:2](x)
 hidden.retain_grad()
 (1000 * model[2](hidden)[:, 0]).sum().backward()
-result["saliency"] = [x.grad, hidden.grad]
+result["saliency"] = [x.grad / 1000, hidden.grad.float() / 1000]
 result["parameters"] = [p.detach() for p in model.parameters()]

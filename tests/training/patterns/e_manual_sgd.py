@@ -16,7 +16,7 @@ for step, x in enumerate(inputs):
         result["loss"].append(loss.item())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 50.0, error_if_nonfinite=True)
     result["norm"].append(norm.item())
-    result["gradients"].append([p.grad.clone() for p in model.parameters()])
+    result["gradients"].append([p.grad / 50 for p in model.parameters()])
     with torch.no_grad():
         for p, v in zip(model.parameters(), velocity):
             v.mul_(0.9).add_(p.grad)

@@ -24,7 +24,12 @@ def train(cls, **options):
         "losses": losses,
         "norms": norms,
         "table": table.weight.detach().clone(),
-        "state": [v.to_dense() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)],
+        "state": [
+            value.to_dense()
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ],
     }
 
 
