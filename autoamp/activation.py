@@ -12,7 +12,7 @@ from . import requirements
 requirements.check_torch()
 
 # ruff: noqa: E402 - what follows needs a torch that is not too old
-from . import bootstrap, modules, plan, policyfile, region, report, settings, stepping
+from . import bootstrap, modules, overflow, plan, policyfile, region, report, settings, stepping
 from .errors import AutoampError
 from .kernels import Kernels, Local
 from .patches import patches_for
@@ -88,6 +88,7 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         Kernels(local),
         local,
     )
+    opened.spoilt = overflow.Spoilt()
     opened.modules = modules.Rules(opened)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .graphs import AccumulateGrad, executed, node_of
+from .graphs import AccumulateGrad, executed, nodes_of
 from .passes import Pass, UserCode, current
 from .region import is_functionalizing
 from .repeating import Accumulation, Call, Differentiation, checks_nan, unscaled, until_finite
@@ -79,6 +79,7 @@ class _Engine:
         """`backward`: gradients are added to the ``.grad`` of leaves."""
         if call.around is None:
             self.unheeded.look_back()
+        self.session.spoilt.forget_cleared()
         scale = self._scale(call)
         leaves = _leaves(self.session, call.roots, call.inputs)
         strangers = self.owners.strangers(leaves)
@@ -136,6 +137,7 @@ class _Engine:
         if running.flags:
             backward = running.scale, any_of(running.flags)
             self.session.backwards.append(backward)
+            self.session.spoilt.note(leaves, backward[1])
             if call.around is None:
                 self.unheeded.note(leaves, mark, backward)
 
@@ -150,7 +152,7 @@ def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
             *_retained(session, roots),
         ]
         return list({id(tensor): tensor for tensor in asked}.values())
-    stack: list[Any] = [node_of(root) for root in roots]
+    stack = nodes_of(roots)
     leaves = [node.variable for node in stack if type(node) is AccumulateGrad]
     seen = set(stack)
     while stack:  # a fifth of a millisecond for 500 nodes: nothing in here that need not be

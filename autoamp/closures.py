@@ -46,6 +46,7 @@ class Evaluations:
         self.closure = closure
         self.optimizer = optimizer
         self.backwards = session.backwards
+        self.spoilt = session.spoilt
         self.seen = seen
         self.ran_with: list[torch.Tensor] = []
         self.overflows: list[torch.Tensor] = []
@@ -62,7 +63,7 @@ class Evaluations:
         loss = self.closure()
         # It may add to gradients from before the step, or only report their loss.
         backwards = self.backwards.since(mark if self.ran_with else self.seen)
-        if backwards and overflow.concerns(self.optimizer, backwards):
+        if backwards and overflow.concerns(self.optimizer, backwards, self.spoilt):
             scale = overflow.scale_of(backwards)
             if self.backwards.count > mark:
                 before.restore()

@@ -20,16 +20,22 @@ COMPILED = "CompiledFunctionBackward"
 """What torch.compile makes of a backward: it may give its memory away, and runs once."""
 
 
-def node_of(root: Any) -> Any:
-    """The node that a root or an input of the engine, a tensor or a `GradientEdge`, stands for."""
-    if isinstance(root, torch.Tensor):
-        return root.grad_fn or torch.autograd.graph.get_gradient_edge(root).node
-    return root.node
+def nodes_of(roots: Iterable[Any]) -> list[Any]:
+    """The nodes that roots or inputs of the engine, tensors or `GradientEdge`, stand for.
+
+    A tensor that needs no gradient has none: the engine has words for that.
+    """
+    edge = torch.autograd.graph.get_gradient_edge
+    return [
+        (root.grad_fn or edge(root).node) if isinstance(root, torch.Tensor) else root.node
+        for root in roots
+        if not isinstance(root, torch.Tensor) or root.requires_grad
+    ]
 
 
 def executed(roots: Iterable[Any], inputs: Iterable[Any]) -> set[Any]:
     """The nodes that the engine executes: all, or with `inputs` those on the way to them."""
-    stack = [node_of(root) for root in roots]
+    stack = nodes_of(roots)
     nodes = set(stack)
     above: dict[Any, list[Any]] = {}
     while stack:
@@ -42,7 +48,7 @@ def executed(roots: Iterable[Any], inputs: Iterable[Any]) -> set[Any]:
                     stack.append(below)
     if not inputs:
         return nodes
-    stack = [node_of(tensor) for tensor in inputs]
+    stack = nodes_of(inputs)
     on_the_way: set[Any] = set()
     while stack:
         fresh = set(above.get(stack.pop(), ())) - on_the_way

@@ -19,6 +19,7 @@ import torch
 
 from .backward import half_devices
 from .casting import to_float32
+from .graphs import AccumulateGrad
 from .passes import Pass, UserCode, current, run_in
 from .scaling import any_of
 from .session import Session
@@ -49,6 +50,7 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
             if running.flags:
                 flags, running.flags = running.flags, []
                 session.backwards.append((running.scale, any_of(flags)))
+                session.spoilt.note([parameter], any_of(flags))
             running.is_heard = True
             return _call(session, running, hook, parameter)
 
@@ -90,6 +92,9 @@ def function_backward(original: Callable[..., Any], session: Session) -> Callabl
         units = _units(session)
         if units is None or _stays_scaled(self._forward_cls):
             return original(self, *args)
+        if isinstance(units, Pass):  # some add to the gradients of their parameters by themselves
+            nodes = [node for node, _ in self.next_functions if type(node) is AccumulateGrad]
+            units.lend([node.variable for node in nodes])
         return units.to_scaled(_call(session, units, original, self, *units.to_true(args)))
 
     return apply
@@ -159,9 +164,13 @@ def _call(
     session: Session, units: Pass | _OnlyHalf, function: Callable[..., Any], *args: Any
 ) -> Any:
     """Call user code in the middle of a backward."""
-    user_code = UserCode(units if isinstance(units, Pass) else None)
-    with _lower_is_float32(session):
-        return run_in(user_code, function, *args)
+    running = units if isinstance(units, Pass) else None
+    try:
+        with _lower_is_float32(session):
+            return run_in(UserCode(running), function, *args)
+    finally:
+        if running is not None:
+            running.take_back()
 
 
 @contextlib.contextmanager

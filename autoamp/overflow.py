@@ -2,10 +2,71 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 
-from .scaling import any_of, unscale_
+from .scaling import any_of, check, unscale_
 from .session import Backward
+
+
+class Spoilt:
+    """Leaves whose gradients came out of a backward not finite, until those are cleared.
+
+    A script may clip them to something finite, or step again without a backward: they are none to
+    step with all the same. On a device that the host would have to wait for, only the last backward
+    is remembered, and all of its leaves count.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, ref[torch.Tensor]] = {}
+        self._last: tuple[torch.Tensor, set[int]] | None = None
+
+    def note(self, leaves: list[torch.Tensor], flag: torch.Tensor) -> None:
+        """A backward has ended that left a flag."""
+        if flag.device.type != "cpu":
+            self._last = flag, set(map(id, leaves))
+        elif flag.item():
+            for leaf in leaves:
+                flags = check([leaf.grad]) if leaf.grad is not None else []
+                if flags and any_of(flags).item():
+                    self._known[id(leaf)] = ref(leaf)
+
+    def forget_cleared(self) -> None:
+        """Before another backward adds to gradients, and before a step."""
+        for key, reference in list(self._known.items()):
+            leaf = reference()
+            if leaf is None or leaf.grad is None or _is_zero(leaf.grad):
+                del self._known[key]
+
+    def owned_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the host knows of a gradient of the optimizer that is spoilt still."""
+        if not self._known:
+            return False
+        self.forget_cleared()
+        return any(id(p) in self._known for p in _parameters(optimizer))
+
+    def flag_for(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
+        """As `owned_by` and `was_last_for`, as far as that can be said without waiting."""
+        having = [id(p) for p in _parameters(optimizer) if p.grad is not None]
+        if self._last is not None and not self._last[1].isdisjoint(having):
+            return self._last[0]
+        return any(key in self._known for key in having)
+
+    def was_last_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last backward spoilt gradients that the optimizer has still. Waits."""
+        if self._last is None or not self._last[0].item():
+            return False
+        grads = [p.grad for p in _parameters(optimizer) if id(p) in self._last[1]]
+        return any(grad is not None and not _is_zero(grad) for grad in grads)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and not grad.any().item()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def in_gradients(optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -14,18 +75,13 @@ def in_gradients(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     The kernel that unscales checks too, in one pass; by a factor of one.
     """
     # `.data` has its own version counter: multiplying by one is no edit in autograd's eyes.
-    grads = [
-        p.grad.data
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
+    grads = [p.grad.data for p in _parameters(optimizer) if p.grad is not None]
     with torch.no_grad():
         flags = unscale_(grads, torch.ones((), device=grads[0].device)) if grads else []
     return any_of(flags) if flags else torch.zeros(())
 
 
-def concerns(optimizer: torch.optim.Optimizer, backwards: list[Backward]) -> bool:
+def concerns(optimizer: torch.optim.Optimizer, backwards: list[Backward], spoilt: Spoilt) -> bool:
     """Whether some of `backwards` left the optimizer gradients that are not finite.
 
     One synchronisation, or two: a backward that overflowed need not concern this optimizer (another
@@ -33,7 +89,7 @@ def concerns(optimizer: torch.optim.Optimizer, backwards: list[Backward]) -> boo
     """
     if not any_of([found_inf for _, found_inf in backwards]).item():
         return False
-    return bool(in_gradients(optimizer).item())
+    return bool(in_gradients(optimizer).item()) or spoilt.was_last_for(optimizer)
 
 
 def scale_of(backwards: list[Backward]) -> torch.Tensor:

@@ -38,18 +38,18 @@ class Pass:
         self.flags: list[torch.Tensor] = []
         self.before: list[Found] | None = [] if may_repeat else None
         self.is_heard = False
-        self._borrowed: list[tuple[Pass, torch.Tensor]] = []
+        self._lent: list[torch.Tensor] = []
 
     def take(self, tensors: list[torch.Tensor]) -> None:
         """Make these tensors' gradients scaled ones: what they hold already is multiplied."""
         if self.leaves:  # torch runs the engine again inside: they may be among ours already
             tensors = [tensor for tensor in tensors if id(tensor) not in self.leaves]
         if self.outer is not None:
-            self._borrow(tensors)
+            self.outer.lend(tensors)
         if self.before is not None:
             self.before += map(found, tensors)
         self.leaves.update(zip(map(id, tensors), tensors, strict=True))
-        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
+        grads = _gradients(tensors)
         if grads:
             grads = _plain(tensors, grads, self.scale)
             with torch.no_grad():
@@ -62,25 +62,26 @@ class Pass:
             tensors = [self.leaves.pop(id(tensor))] if id(tensor) in self.leaves else []
         else:
             self.leaves.clear()
-        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
+        grads = _gradients(tensors)
         if grads:
             grads = _plain(tensors, grads, self.inverse, self.flags)
             with torch.no_grad():
                 self.flags += unscale_(grads, self.inverse)
-        if tensor is None:
-            borrowed, self._borrowed = self._borrowed, []
-            for lender, lent in borrowed:
-                lender.take([lent])
 
-    def _borrow(self, tensors: list[torch.Tensor]) -> None:
-        """From passes around this one, which user code has left for it: true gradients again."""
-        lender = self.outer
-        while lender is not None:
-            for tensor in tensors:
-                if id(tensor) in lender.leaves:
-                    lender.settle(tensor)
-                    self._borrowed.append((lender, tensor))
-            lender = lender.outer
+    def lend(self, tensors: list[torch.Tensor]) -> None:
+        """To user code that may add to their gradients, or to a pass inside it: true ones."""
+        if self.outer is not None:
+            self.outer.lend(tensors)
+        lent = [tensor for tensor in tensors if id(tensor) in self.leaves]
+        for tensor in lent:
+            self.settle(tensor)
+        self._lent += lent
+
+    def take_back(self) -> None:
+        """When that user code is done."""
+        if self._lent:
+            lent, self._lent = self._lent, []
+            self.take(lent)
 
     def overflowed(self) -> bool:
         """Whether any gradient was not finite. Waits for the device."""
@@ -104,6 +105,12 @@ class Pass:
             known = isinstance(like, (tuple, list)) and len(like) == len(value)
             return type(value)(map(self.to_scaled, value, like if known else [None] * len(value)))
         return value
+
+
+def _gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What they have in ``.grad``; a tensor that several share is one gradient."""
+    grads = {id(grad): grad for tensor in tensors if (grad := tensor.grad) is not None}
+    return list(grads.values())
 
 
 class Found(NamedTuple):

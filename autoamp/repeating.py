@@ -15,7 +15,7 @@ import torch
 from .graphs import COMPILED, executed, let_go
 from .passes import Found, Pass, UserCode, found, run_in
 from .scaling import any_of, check, inverse_of
-from .unskippable import Owners
+from .unskippable import Owners, has_ranks
 
 
 class Call(NamedTuple):
@@ -51,7 +51,7 @@ class Call(NamedTuple):
         memory away. Ranks that wait for each other in the middle of a backward (synchronised norms,
         sharded parameters) would wait for ever.
         """
-        if self.around is not None or _has_ranks():
+        if self.around is not None or has_ranks():
             return None
         if self.retain_graph:
             return set()
@@ -211,13 +211,3 @@ def _without_layers(tensor: torch.Tensor) -> torch.Tensor:
         while functorch.is_legacy_batchedtensor(tensor):
             tensor, level = torch._remove_batch_dim(tensor, level, 1, 0), level - 1
     return tensor
-
-
-def _has_ranks() -> bool:
-    """Whether other processes take part in what runs here."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )

@@ -266,7 +266,7 @@ def _grouped(
     """Gradients by device and dtype: of sparse ones the values, complex ones as real numbers."""
     if not tensors:
         return
-    dense: Any = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
+    dense: Any = [_values(tensor) for tensor in tensors]
     groups: Any = torch._C._group_tensors_by_device_and_dtype([dense], False)
     for (device, dtype), ((group,), _) in groups.items():
         if dtype.is_complex:
@@ -274,3 +274,9 @@ def _grouped(
             yield device, real[0].dtype, real
         else:
             yield device, dtype, group
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()

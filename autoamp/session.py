@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .bootstrap import WhenImported
     from .kernels import Kernels
     from .modules import Rules
+    from .overflow import Spoilt
     from .patching import Ledger
     from .region import Regions
     from .stepping import Gates
@@ -51,6 +52,11 @@ class Backwards:
         """Note one more."""
         self._kept.append(backward)
         self.count += 1
+
+    @property
+    def last_scale(self) -> torch.Tensor:
+        """What the last one ran with; there has to be one."""
+        return self._kept[-1][0]
 
     def since(self, mark: int) -> list[Backward]:
         """Those after the first `mark`. Where some are forgotten, one counts as overflowed."""
@@ -93,6 +99,7 @@ class Session:
     backwards: Backwards = field(default_factory=Backwards)
     stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
+    spoilt: Spoilt = field(init=False)
     modules: Rules = field(init=False)
     regions: Regions = field(init=False)
     gates: Gates = field(init=False)

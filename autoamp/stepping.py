@@ -139,11 +139,18 @@ class Gates:
     ) -> tuple[Any, Outcome | None]:
         session, count = self.session, self.session.backwards.count
         backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
-        if not backwards:
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        is_fused = is_fused and self._reads_flag(step)
+        is_spoilt = session.scales and not is_fused and session.spoilt.owned_by(optimizer)
+        if not backwards and not is_spoilt:
             return step(optimizer, *args, **kwargs), None
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and self._reads_flag(step):
+        if is_fused:
             result, outcome = self._step_fused(step, optimizer, backwards, args, kwargs)
-        elif overflow.concerns(optimizer, backwards):
+        elif is_spoilt:
+            scale = overflow.scale_of(backwards) if backwards else session.backwards.last_scale
+            result, outcome = None, Outcome(True, scale, True)
+            session.speech.info("autoamp: step skipped, its gradients are not finite")
+        elif overflow.concerns(optimizer, backwards, session.spoilt):
             result, outcome = None, Outcome(True, overflow.scale_of(backwards), True)
             session.speech.info("autoamp: step skipped, its gradients are not finite")
         else:
@@ -184,6 +191,8 @@ class Gates:
     ) -> tuple[Any, Outcome]:
         """Fused kernels skip by themselves, on the device: they read a flag, and nobody waits."""
         found_inf = overflow.in_gradients(optimizer)
+        # The kernels compare with one: flags that were added up may be more.
+        found_inf = (found_inf + self.session.spoilt.flag_for(optimizer)).clamp(max=1.0)
         if _first_step_needs_the_host(optimizer):
             result = None if found_inf.item() else step(optimizer, *args, **kwargs)
         else:

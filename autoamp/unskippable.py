@@ -139,13 +139,24 @@ class Unheeded:
     def look_back(self) -> None:
         """Before the next one. Waits for the device where several were thrown away, not before."""
         for owner, streak in list(self._streaks.items()):
-            if self._session.gates._seen.get(owner, 0) > streak.mark:
+            if self._has_stepped(owner, streak.mark):
                 del self._streaks[owner]
             elif streak.last is not None and _is_gone(streak):
                 streak.thrown_away.append(streak.last)
                 streak.last = None
                 if len(streak.thrown_away) >= PATIENCE:
                     self._judge(streak)
+
+    def _has_stepped(self, owner: torch.optim.Optimizer, mark: int) -> bool:
+        """Whether it has, or another that works on its parameter groups (wrappers, SAM)."""
+        seen = self._session.gates._seen
+        if seen.get(owner, 0) > mark:
+            return True
+        groups = {id(group) for group in owner.param_groups}
+        return any(
+            count > mark and any(id(group) in groups for group in other.param_groups)
+            for other, count in list(seen.items())
+        )
 
     def _judge(self, streak: _Streak) -> None:
         scales, flags = zip(*streak.thrown_away, strict=True)
@@ -155,6 +166,8 @@ class Unheeded:
             del streak.thrown_away[:last_good]
             return
         del streak.thrown_away[: 1 - PATIENCE]
+        if has_ranks():  # they may have seen other gradients, and have to keep one scale
+            return
         streak.is_stuck = True
         self.lower_to(float(scales[-1]) * self._session.loss_scale.rule.backoff)
         self._session.speech.info(
@@ -176,3 +189,13 @@ def _is_gone(streak: _Streak) -> bool:
         return True
     is_due = streak.is_stuck or streak.length % ROUND == 0
     return is_due and not tensor.grad.any()
+
+
+def has_ranks() -> bool:
+    """Whether other processes take part in what runs here."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoamp import passes
+from autoamp import hooks, passes
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 HALF = {"rtol": 5e-3, "atol": 1e-5}
@@ -527,3 +527,273 @@ def test_bfloat16_gradients_are_never_scaled(mixed: Mixed) -> None:
     assert seeds == [1.0]
     assert not session.scales
     assert session.backwards.count == 0
+
+
+class LinearFunction(torch.autograd.Function):
+    """After torch's documentation; what it saves is half in a region, its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        seen_by_functions.append((grad.dtype, x.dtype))
+        return grad.mm(weight), grad.t().mm(x)
+
+
+seen_by_functions: list[tuple[torch.dtype, torch.dtype]] = []
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.weight = nn.Linear(6, 8), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LinearFunction.apply(self.first(x), self.weight)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_functions_may_mix_their_gradient_with_what_they_saved(
+    mixed: Mixed, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """In float32, whatever they saved: a gradient of 2^-24 does not vanish."""
+
+    def run() -> list[torch.Tensor]:
+        model = Linear()
+        (model(data()) * 2.0**-24).mean().backward()
+        return gradients(model)
+
+    expected = in_float32(run)
+    session = mixed(dtype=dtype)
+    if dtype == "bfloat16":  # the patch is there for FP16 only
+        function = torch.autograd.function.BackwardCFunction
+        monkeypatch.setattr(function, "apply", hooks.function_backward(function.apply, session))
+    seen_by_functions.clear()
+    torch.testing.assert_close(run(), expected, rtol=2e-2, atol=1e-11)
+    assert seen_by_functions == [(torch.float32, getattr(torch, dtype))]
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_hooks_may_multiply_gradients_and_activations(
+    mixed: Mixed, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Second-order optimizers: curvature from what a layer got and what came back."""
+
+    def run() -> torch.Tensor:
+        model, kept = net(), []
+        model[2].register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
+        model[2].register_full_backward_hook(
+            lambda module, into, out: kept.append(out[0].t() @ kept[0])
+        )
+        loss_of(model).backward()
+        return kept[1]
+
+    expected = in_float32(run)
+    session = mixed(dtype=dtype)
+    if dtype == "bfloat16":
+        original = nn.Module._get_backward_hooks
+        patched = hooks.module_backward_hooks(original, session)
+        monkeypatch.setattr(nn.Module, "_get_backward_hooks", patched)
+    found = run()
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_hooks_under_bfloat16_get_float32_and_may_change_it(mixed: Mixed) -> None:
+    session = mixed(dtype="bfloat16")
+    register = hooks.tensor_hook(torch.Tensor.register_hook, session)
+    seen = []
+
+    def clamp(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(grad.numpy().copy())
+        return grad.clamp(max=0.5)
+
+    def double_in_place(grad: torch.Tensor) -> None:
+        grad.mul_(2)
+
+    kept: list[torch.Tensor] = []
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    nn.init.ones_(model[1].weight)
+    model[0].register_forward_hook(lambda module, args, out: kept.append(out))
+    out = model(torch.ones(1, 2))
+    assert kept[0].dtype is torch.bfloat16
+    register(kept[0], clamp)
+    register(kept[0], double_in_place)
+    out.sum().backward()
+    assert [value.tolist() for value in seen] == [[[1.0, 1.0]]]
+    assert model[0].weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_functions_of_torch_serve_as_hooks_of_the_script(mixed: Mixed) -> None:
+    """`register_multi_grad_hook` calls a script's hook, `hardtanh` is one: both in true units."""
+    mixed(LOSS_SCALE="1024")
+    model = nn.Linear(2, 1)
+    seen: list[Any] = []
+    torch.autograd.graph.register_multi_grad_hook(
+        [model.weight, model.bias], lambda grads: seen.extend(grad.tolist() for grad in grads)
+    )
+    model.weight.register_hook(nn.functional.hardtanh)
+    (model(torch.ones(1, 2)) * 3).sum().backward()
+    assert seen == [[[3.0, 3.0]], [3.0]]
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    assert model.bias.grad.tolist() == [3.0]
+
+
+def test_a_post_accumulate_hook_leaves_only_what_is_its_own(mixed: Mixed) -> None:
+    """One entry a parameter, and a sum of one flag: not of all that came before."""
+    session = mixed(LOSS_SCALE="1024")
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    for one in layers:
+        nn.init.ones_(one.weight)
+        one.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    layers[2].weight.register_hook(lambda grad: grad * float("inf"))
+    model(torch.ones(1, 1)).sum().backward()
+    assert [flag.item() for _, flag in session.backwards.since(0)] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["grad", "inputs"])
+def test_retained_gradients_are_true_where_only_some_are_asked_for(mixed: Mixed, kind: str) -> None:
+    mixed(LOSS_SCALE="1024")
+    model = nn.Linear(2, 1, bias=False)
+    hidden = model(torch.ones(1, 2)).exp()
+    hidden.retain_grad()
+    for _ in range(2):
+        loss = (hidden * 3).sum()
+        if kind == "grad":
+            torch.autograd.grad(loss, model.weight, retain_graph=True)
+        else:
+            loss.backward(inputs=[model.weight, hidden], retain_graph=True)
+    assert hidden.grad.item() == 6.0
+
+
+def test_an_input_that_is_named_twice_is_scaled_once(mixed: Mixed) -> None:
+    mixed(LOSS_SCALE="1024")
+    model = nn.Linear(2, 1, bias=False)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward(inputs=[model.weight, model.weight])
+    plain = torch.ones(2, requires_grad=True)
+    with torch.autograd.set_multithreading_enabled(True):
+        for _ in range(2):
+            plain.sum().backward(inputs=[plain, plain])
+    assert model.weight.grad[0].tolist() == plain.grad.tolist()
+
+
+def test_units_agree_where_a_pass_inside_runs_at_another_scale(mixed: Mixed) -> None:
+    """A half root holds 32768 at most: what both passes add to one parameter is added up right."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.weight = weight
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            with torch.enable_grad():
+                (ctx.weight * 3).half().sum().backward()
+            seen.append(ctx.weight.grad.tolist())
+            return grad, None
+
+    seen: list[Any] = []
+    mixed(LOSS_SCALE="65536")
+    model = nn.Linear(2, 1, bias=False)
+    for _ in range(2):
+        out = Twice.apply(model(torch.full((1, 2), 16.0)), model.weight)
+        (out * 2.0**-6).sum().backward()
+    assert seen == [[[3.0, 3.0]], [[6.25, 6.25]]]
+    assert model.weight.grad.tolist() == [[6.5, 6.5]]
+
+
+def test_a_backward_called_by_user_code_runs_without_autocast(mixed: Mixed) -> None:
+    """User code itself runs in float32; what torch computes in a pass inside does not."""
+    mixed(LOSS_SCALE="1024")
+    states: list[tuple[str, bool]] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        states.append(("inside", torch.is_autocast_enabled("cpu")))
+        return tensor
+
+    def look(grad: torch.Tensor) -> None:
+        states.append(("hook", torch.is_autocast_enabled("cpu")))
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            loss = torch.ones(1, requires_grad=True).exp().sum()
+        loss.backward()
+        states.append(("hook", torch.is_autocast_enabled("cpu")))
+
+    model = nn.Linear(1, 1)
+    model.weight.register_hook(look)
+    model(torch.ones(1, 1)).sum().backward()
+    assert states == [("hook", True), ("inside", False), ("hook", True)]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+TINY = 2.0**-26
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
+        lambda f, x: torch.func.jacrev(f)(x[0])[0],
+        lambda f, x: torch.func.vjp(f, x)[1](torch.ones(4, 1))[0],
+        lambda f, x: torch.autograd.functional.jacobian(f, x[0], vectorize=True)[0],
+        lambda f, x: torch.autograd.grad(f(x), x, torch.ones(3, 4, 1), is_grads_batched=True)[0],
+    ],
+)
+def test_tiny_gradients_survive_transforms_and_many_seeds(
+    mixed: Mixed, gradient: Callable[..., torch.Tensor]
+) -> None:
+    """2^-26 is less than half's smallest number; and 2^30 is more than half holds."""
+    for scale in ("65536", str(2.0**30)):
+        mixed(LOSS_SCALE=scale)
+        model = nn.Linear(6, 1, bias=False)
+        nn.init.ones_(model.weight)
+        x = data().requires_grad_()
+        found = gradient(lambda x, model=model: model(x) * TINY, x).reshape(-1, 6)
+        assert found[0].tolist() == [TINY] * 6
+
+
+def test_programs_that_are_made_functional_are_not_waited_for(mixed: Mixed) -> None:
+    mixed(LOSS_SCALE="1024")
+    nn.Linear(1, 1)(torch.ones(1, 1))
+    gradient = torch.func.functionalize(torch.func.grad(lambda x: (x * 3).sum()))
+    assert gradient(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert torch._C._functorch.maybe_current_level() is None
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_functions_may_add_to_the_gradients_of_their_parameters_themselves(
+    mixed: Mixed, rounds: int
+) -> None:
+    """Memory-saving layers: they return None for the weight, and have its gradient written."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.x, ctx.weight = x, weight
+            return x.float().mm(weight.t())
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            fresh = grad.t().mm(ctx.x)
+            ctx.weight.grad = fresh if ctx.weight.grad is None else ctx.weight.grad.add_(fresh)
+            return grad.mm(ctx.weight), None
+
+    mixed(LOSS_SCALE="1024")
+    model = nn.Linear(2, 2)
+    weight = nn.Parameter(torch.ones(1, 2))
+    with torch.no_grad():
+        model.weight.fill_(1.0), model.bias.zero_()
+    for _ in range(rounds):
+        Own.apply(model(torch.ones(1, 2)), weight).sum().backward()
+    assert weight.grad.tolist() == [[2.0 * rounds] * 2]
+    assert model.weight.grad.tolist() == [[1.0 * rounds] * 2] * 2

@@ -23,7 +23,6 @@ TWINS = [
     (name, mode)
     for name in ("o_every_optimizer", "o_sparse", "o_own", "o_averages", "o_sam")
     for mode in MODES
-    if (name, mode) != ("o_sam", "overflows")
 ]
 
 

@@ -423,7 +423,7 @@ def test_where_ranks_may_wait_for_each_other_nothing_runs_again(
     mixed: Mixed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixed()
-    monkeypatch.setattr(repeating, "_has_ranks", lambda: True)
+    monkeypatch.setattr(repeating, "has_ranks", lambda: True)
     model = layer()
     runs = Runs(model.weight)
     (model(ones()) * 9).sum().backward()
