@@ -24,7 +24,7 @@ class Spoilt:
 
     def note(self, leaves: list[torch.Tensor], flag: torch.Tensor) -> None:
         """A backward has ended that left a flag."""
-        if flag.device.type != "cpu":
+        if not host_knows(flag):
             self._last = flag, set(map(id, leaves))
         elif flag.item():
             for leaf in leaves:
@@ -59,6 +59,11 @@ class Spoilt:
             return False
         grads = [p.grad for p in _parameters(optimizer) if id(p) in self._last[1]]
         return any(grad is not None and not _is_zero(grad) for grad in grads)
+
+
+def host_knows(tensor: torch.Tensor) -> bool:
+    """Whether its values can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def _is_zero(grad: torch.Tensor) -> bool:

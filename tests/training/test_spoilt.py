@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoamp import overflow
+
 from .playing import MODES, by_hand, differences, mixed_by
 
 Mixed = Callable[..., Any]
@@ -46,12 +48,15 @@ EDITS: dict[str, Callable[[list[torch.Tensor]], object]] = {
 }
 
 
+@pytest.mark.parametrize("host_knows", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", EDITS)
 def test_an_overflow_that_the_script_clips_away_still_skips_the_step(
-    mixed: Mixed, name: str, fused: bool
+    mixed: Mixed, monkeypatch: pytest.MonkeyPatch, name: str, fused: bool, host_knows: bool
 ) -> None:
+    """On a GPU the host does not know by itself."""
     session = mixed()
+    monkeypatch.setattr(overflow, "host_knows", lambda tensor: host_knows)
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
     weight = model.weight.detach().clone()
