@@ -347,7 +347,7 @@ def test_ordinary_training_waits_for_nothing_in_backward_and_keeps_no_graph(
     assert waited[1:] == [0] * 9
 
 
-def test_threads_of_thrown_away_gradients_cost_no_scale(mixed: Mixed) -> None:
+def test_a_few_gradients_that_are_thrown_away_cost_no_scale(mixed: Mixed) -> None:
     """Three overflows thrown away in a row, then a step: the scale is where it was."""
     session = mixed()
     model = layer()
