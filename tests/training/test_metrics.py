@@ -9,13 +9,15 @@ import pytest
 
 from .conftest import SCRIPTS
 
-SEEDS = range(3)
+SEEDS = {"digits_dcgan": 8}
+"""How many, where not 3: the spread of three runs of a GAN says little about the next three."""
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_final_metric_agrees_with_float32_within_three_seeds(train: Any, name: str) -> None:
+def test_final_metric_agrees_with_float32_within_the_spread_of_seeds(train: Any, name: str) -> None:
     """The mean over the seeds moves by less than float32 itself does from seed to seed."""
-    plain = [train("scripts", name, "--seed", seed).metric for seed in SEEDS]
+    seeds = range(SEEDS.get(name, 3))
+    plain = [train("scripts", name, "--seed", seed).metric for seed in seeds]
     mixed = [
         train(
             "scripts",
@@ -25,7 +27,7 @@ def test_final_metric_agrees_with_float32_within_three_seeds(train: Any, name: s
             AUTO_MIXED_PRECISION="1",
             AUTO_MIXED_PRECISION_DTYPE="bfloat16",
         ).metric
-        for seed in SEEDS
+        for seed in seeds
     ]
     assert abs(mean(mixed) - mean(plain)) <= max(plain) - min(plain), (mixed, plain)
     assert mixed != plain
@@ -33,7 +35,7 @@ def test_final_metric_agrees_with_float32_within_three_seeds(train: Any, name: s
 
 def test_an_fp16_run_reaches_the_float32_metric_with_its_scale_in_motion(train: Any) -> None:
     """The VAE's summed loss overflows at 65536: the scale has to find its place by itself."""
-    plain = [train("scripts", "digits_vae", "--seed", seed).metric for seed in SEEDS]
+    plain = [train("scripts", "digits_vae", "--seed", seed).metric for seed in range(3)]
     mixed = train(
         "scripts",
         "digits_vae",
