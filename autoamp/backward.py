@@ -146,12 +146,11 @@ def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
     """The tensors into whose ``.grad`` the engine will accumulate."""
     if inputs:
         nodes = [edge.node for edge in inputs if not isinstance(edge, torch.Tensor)]
-        asked = [
+        return [
             *(tensor for tensor in inputs if isinstance(tensor, torch.Tensor)),
             *(node.variable for node in nodes if type(node) is AccumulateGrad),
             *_retained(session, roots),
         ]
-        return list({id(tensor): tensor for tensor in asked}.values())
     stack = nodes_of(roots)
     leaves = [node.variable for node in stack if type(node) is AccumulateGrad]
     seen = set(stack)

@@ -57,6 +57,10 @@ class _Stop(Exception):  # noqa: N818 - a way out, not an error
 class _FirstEvent(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the first thing that happens below an autocast kernel, and stops there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads Dynamo for it, which takes a second
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cast_to: torch.dtype | None = None
