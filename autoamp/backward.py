@@ -177,16 +177,9 @@ def _is_foreign() -> bool:
     """Whether this run is not the script's own: compilers, CUDA graph capture."""
     return (
         torch.compiler.is_compiling()
-        or (torch._C._are_functorch_transforms_active() and _is_functionalized())
         or (torch._C._len_torch_dispatch_stack() > 0 and is_functionalizing())
         or (_cuda_is_up() and torch.cuda.is_current_stream_capturing())
     )
-
-
-def _is_functionalized() -> bool:
-    functorch = torch._C._functorch
-    kind = functorch.TransformType.Functionalize
-    return any(layer.key() == kind for layer in functorch.get_interpreter_stack() or ())
 
 
 _cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized

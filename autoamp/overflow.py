@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from weakref import ref
 
 import torch
 
 from .scaling import any_of, check, unscale_
 from .session import Backward
+
+
+class _Known(threading.local):
+    """The leaves of one thread's backwards: another thread's gradients change while one looks."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, ref[torch.Tensor]] = {}
 
 
 class Spoilt:
@@ -19,7 +27,7 @@ class Spoilt:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, ref[torch.Tensor]] = {}
+        self._known = _Known()
         self._last: tuple[torch.Tensor, set[int]] | None = None
 
     def note(self, leaves: list[torch.Tensor], flag: torch.Tensor) -> None:
@@ -30,28 +38,28 @@ class Spoilt:
             for leaf in leaves:
                 flags = check([leaf.grad]) if leaf.grad is not None else []
                 if flags and any_of(flags).item():
-                    self._known[id(leaf)] = ref(leaf)
+                    self._known.leaves[id(leaf)] = ref(leaf)
 
     def forget_cleared(self) -> None:
         """Before another backward adds to gradients, and before a step."""
-        for key, reference in list(self._known.items()):
+        for key, reference in list(self._known.leaves.items()):
             leaf = reference()
             if leaf is None or leaf.grad is None or _is_zero(leaf.grad):
-                del self._known[key]
+                del self._known.leaves[key]
 
     def owned_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the host knows of a gradient of the optimizer that is spoilt still."""
-        if not self._known:
+        if not self._known.leaves:
             return False
         self.forget_cleared()
-        return any(id(p) in self._known for p in _parameters(optimizer))
+        return any(id(p) in self._known.leaves for p in _parameters(optimizer))
 
     def flag_for(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
         """As `owned_by` and `was_last_for`, as far as that can be said without waiting."""
         having = [id(p) for p in _parameters(optimizer) if p.grad is not None]
         if self._last is not None and not self._last[1].isdisjoint(having):
             return self._last[0]
-        return any(key in self._known for key in having)
+        return any(key in self._known.leaves for key in having)
 
     def was_last_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last backward spoilt gradients that the optimizer has still. Waits."""

@@ -6,6 +6,7 @@ empty: the pass travels in the thread-local state that torch hands to them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .casting import HALF
 from .scaling import any_of, check, multiply_, unscale_
 
 KEY = "autoamp.pass"
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Pass:
@@ -147,7 +149,7 @@ def _plain(
     One with a graph (``create_graph``) is multiplied, checked and replaced here instead, so that it
     can be differentiated again.
     """
-    if not any(grad.requires_grad for grad in grads):
+    if not any(map(_requires_grad, grads)):
         return grads
     for tensor in tensors:
         if tensor.grad is not None and tensor.grad.requires_grad:

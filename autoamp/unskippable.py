@@ -8,9 +8,10 @@ leaves out `step()` because of what it sees in ``.grad``, no gate hears of an ov
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -26,8 +27,8 @@ ROUND = 16
 class Owners:
     """Which tensors belong to an optimizer.
 
-    Optimizers that have stepped are known. Others are found among all objects that there are, which
-    takes a tenth of a second: it is done after an overflow, where it matters.
+    Optimizers that have stepped are known. Others are found through Python's garbage collector, in
+    a tenth of a second: it is done after an overflow, where it matters.
     """
 
     def __init__(self, session: Session) -> None:
@@ -50,9 +51,16 @@ class Owners:
         return [tensor for tensor in tensors if id(tensor) not in self._ids]
 
     def look(self) -> None:
-        """Find every optimizer that there is."""
+        """Find every optimizer that there is.
+
+        By what refers to their classes, and not among all objects: those that other threads are
+        just making do not stand being referred to.
+        """
+        classes = [torch.optim.Optimizer]
+        for cls in classes:
+            classes += [sub for sub in cls.__subclasses__() if sub not in classes]
         kind = torch.optim.Optimizer
-        self._found.update([one for one in gc.get_objects() if issubclass(type(one), kind)])
+        self._found.update([o for o in gc.get_referrers(*classes) if issubclass(type(o), kind)])
 
     def _learn(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -99,6 +107,10 @@ class Limit:
             self._value, self._good_runs = self._value * self._rule.growth, 0
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(slots=True)
 class _Streak:
     """Backwards that reached parameters of one optimizer since it stepped.
@@ -107,12 +119,20 @@ class _Streak:
     with, and its flag, is `last` until the gradient is gone, and then among the `thrown_away`.
     """
 
-    sample: ref[torch.Tensor]
-    mark: int
-    last: Backward | None
+    owner: ref[torch.optim.Optimizer]
+    sample: Callable[[], torch.Tensor | None] = _nothing
+    mark: int = 0
+    last: Backward | None = None
     thrown_away: list[Backward] = field(default_factory=list)
     length: int = 0
-    is_stuck: bool = False
+    sets_to_zero: bool = False
+
+
+class _Streaks(threading.local):
+    """Of one thread, by the ids of optimizers: others may be writing their gradients just now."""
+
+    def __init__(self) -> None:
+        self.by_owner: dict[int, _Streak] = {}
 
 
 class Unheeded:
@@ -124,23 +144,28 @@ class Unheeded:
     def __init__(self, session: Session, owners: Owners) -> None:
         self._session = session
         self._owners = owners
-        self._streaks: WeakKeyDictionary[torch.optim.Optimizer, _Streak] = WeakKeyDictionary()
+        self._local = _Streaks()
 
     def note(self, tensors: list[torch.Tensor], mark: int, backward: Backward) -> None:
         """A backward has ended that reached these tensors: the first layers' come last."""
         for tensor in reversed(tensors):
             owner = self._owners.of(tensor)
             if owner is not None and tensor.grad is not None:
-                streak = self._streaks.setdefault(owner, _Streak(ref(tensor), mark, backward))
+                streaks = self._local.by_owner
+                streak = streaks.get(id(owner))
+                if streak is None:
+                    streak = streaks[id(owner)] = _Streak(ref(owner))
                 streak.sample, streak.mark, streak.last = ref(tensor), mark, backward
                 streak.length += 1
                 return
 
     def look_back(self) -> None:
         """Before the next one. Waits for the device where several were thrown away, not before."""
-        for owner, streak in list(self._streaks.items()):
-            if self._has_stepped(owner, streak.mark):
-                del self._streaks[owner]
+        streaks = self._local.by_owner
+        for key, streak in list(streaks.items()):
+            owner = streak.owner()
+            if owner is None or self._has_stepped(owner, streak.mark):
+                del streaks[key]
             elif streak.last is not None and _is_gone(streak):
                 streak.thrown_away.append(streak.last)
                 streak.last = None
@@ -168,7 +193,6 @@ class Unheeded:
         del streak.thrown_away[: 1 - PATIENCE]
         if has_ranks():  # they may have seen other gradients, and have to keep one scale
             return
-        streak.is_stuck = True
         self.lower_to(float(scales[-1]) * self._session.loss_scale.rule.backoff)
         self._session.speech.info(
             "autoamp: gradients that are not finite were thrown away; the loss scale falls"
@@ -187,8 +211,9 @@ def _is_gone(streak: _Streak) -> bool:
     tensor = streak.sample()
     if tensor is None or tensor.grad is None:
         return True
-    is_due = streak.is_stuck or streak.length % ROUND == 0
-    return is_due and not tensor.grad.any()
+    if streak.sets_to_zero or streak.length % ROUND == 0:
+        streak.sets_to_zero = not tensor.grad.any()
+    return streak.sets_to_zero
 
 
 def has_ranks() -> bool:

@@ -367,6 +367,30 @@ def test_a_few_gradients_that_are_thrown_away_cost_no_scale(mixed: Mixed) -> Non
     assert autoamp.status()["steps"] == {"taken": 5, "skipped": 0}
 
 
+@pytest.mark.parametrize("clear", [torch.Tensor.zero_, torch.Tensor.detach_])
+def test_gradients_set_to_zero_are_thrown_away_and_others_are_not(
+    mixed: Mixed, clear: Callable[[torch.Tensor], object]
+) -> None:
+    """Only the device knows, so it is asked every sixteenth time; after that, each time."""
+    session = mixed()
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(ones()) * 2.0**-9).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scales = []
+    lost = unskippable.ROUND + unskippable.PATIENCE - 1
+    for _ in range(lost + 4):
+        (model(ones()) * 9).sum().backward()
+        clear(model.weight.grad)
+        scales.append(session.loss_scale.state()["scale"])
+    if clear is torch.Tensor.zero_:
+        assert scales == [65536.0] * lost + [32768.0, 16384.0, 8192.0, 4096.0]
+        assert model.weight.grad.tolist() == [[0.0] * 3]
+    else:
+        assert set(scales) == {65536.0}
+
+
 def test_an_accumulation_of_many_backwards_is_not_mistaken_for_thrown_away(mixed: Mixed) -> None:
     session = mixed()
     model = layer()

@@ -20,16 +20,13 @@ def train(seed):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        gates[seed].set()  # in turns: neither is done before the other begins
-        gates[1 - seed].wait(1)
-        gates[1 - seed].clear()
-    gates[seed].set()
+        both.wait()
     result[seed] = losses
 
 
 torch.manual_seed(0)
 models = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2)]
-gates = [threading.Event(), threading.Event()]
+both = threading.Barrier(2, timeout=60)
 result = {}
 threads = [threading.Thread(target=train, args=(seed,)) for seed in range(2)]
 for thread in threads:
