@@ -14,6 +14,7 @@ import torch
 
 from .graphs import AccumulateGrad, executed, nodes_of
 from .passes import Pass, UserCode, current
+from .ranks import beyond, has_ranks
 from .region import is_functionalizing
 from .repeating import Accumulation, Call, Differentiation, checks_nan, unscaled, until_finite
 from .scaling import any_of
@@ -82,7 +83,7 @@ class _Engine:
         self.session.spoilt.forget_cleared()
         scale = self._scale(call)
         leaves = _leaves(self.session, call.roots, call.inputs)
-        strangers = self.owners.strangers(leaves)
+        strangers = self.owners.strangers(leaves) if not has_ranks() else []
         nodes = call.nodes_to_keep() if strangers or checks_nan() else None
         mark = self.session.backwards.count
         if nodes is None:
@@ -162,6 +163,7 @@ def _leaves(session: Session, roots: Any, inputs: Any) -> list[torch.Tensor]:
                     leaves.append(node.variable)
                 else:
                     stack.append(node)
+    leaves += beyond(leaves, seen)
     leaves += [tensor for tensor in session.retained() if tensor.grad_fn in seen]
     return leaves
 
@@ -197,12 +199,14 @@ def _autocast_off(session: Session) -> Iterator[None]:
     Where there is a training loop in a module, weights are about to change: casts made so far are
     dropped, and the rest of that region makes fresh ones.
     """
+    local = session.local
     enabled = [name for name in half_devices(session) if torch.is_autocast_enabled(name)]
-    if session.local.region in enabled:
+    if local.region is not None:
         torch.clear_autocast_cache()
-        if torch.is_autocast_cache_enabled():
+        # An island in another precision has it switched off, and would switch it on behind it.
+        if torch.is_autocast_cache_enabled() or local.precision not in ("", "lower"):
             torch.set_autocast_cache_enabled(False)
-            session.local.uncached = True  # the region that ends puts it back
+            local.uncached = True  # the region that ends puts it back
     for name in enabled:
         torch.set_autocast_enabled(name, False)
     try:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"autoamp {__version__}")
     parser.set_defaults(call=lambda arguments: _help(parser))
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for add in (_add_run, _add_doctor, _add_policy):
+    for add in (_add_run, _add_doctor, _add_policy, _add_report):
         add(commands)
     if argv is None:
         _own_process()
@@ -157,6 +157,30 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(doctor.lines(findings)))
     return 1 if findings["state"] == "broken" else 0
+
+
+def _add_report(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="say what a report tells, and make a policy of it",
+        description="Say what a report tells: modules that run in float32, and why.",
+    )
+    parser.add_argument("report", metavar="R.json", help=f"what {SWITCH}_REPORT has written")
+    parser.add_argument(
+        "--policy",
+        metavar="OUT.yaml",
+        help="write a policy with which that run demotes nothing; read it before you use it",
+    )
+    parser.set_defaults(call=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    try:
+        from . import reportcli
+    except ImportError as error:
+        print(f"autoamp report: {bootstrap._explain(error)}", file=sys.stderr)
+        return 1
+    return reportcli.run(arguments)
 
 
 def _add_policy(commands: Commands) -> None:

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 
 from . import overflow
+from .ranks import anywhere, groups_of, local_values
 from .region import exempted
 from .scaling import any_of, check
 from .session import Session
@@ -103,9 +104,10 @@ class _Before:
                 parameter.grad = values
 
     def is_finite(self) -> bool:
-        """Whether all those gradients were finite."""
-        gradients = [values for _, _, values in self._gradients if values is not None]
-        return not gradients or not any_of(check(gradients)).item()
+        """Whether all those gradients were finite, on all ranks that share the parameters."""
+        values = local_values([values for _, _, values in self._gradients if values is not None])
+        is_spoilt = bool(values) and bool(any_of(check(values)).item())
+        return not anywhere(is_spoilt, groups_of(p for p, _, _ in self._gradients))
 
 
 _cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized

@@ -69,11 +69,12 @@ def facts(
         "base": policy.base.get(word, ""),
         "operands": policy.lower_operands,
         "results": policy.lower_results,
-        **{
-            key: shown[key] for key in ("modules", "parameters", "outputs", "loss_scale", "not_yet")
-        },
+        **{key: shown[key] for key in _SHOWN},
         "ops": list(told),
     }
+
+
+_SHOWN = ("fixups", "modules", "parameters", "outputs", "loss_scale", "fallback", "not_yet")
 
 
 def _told(
@@ -101,6 +102,7 @@ def _op(
             "overloads": {row.op: row.kernel for row in group},
             **_says(policy, telling, dtype),
             "origin": _origin(telling),
+            "fixup": next((row.fixup for row in group if row.fixup), ""),
             "kernel": _kernels(row.kernel for row in group),
             "conditions": [
                 {
@@ -172,6 +174,7 @@ def _header(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield "parameters", [_rule(r, "float32") for r in found["parameters"]] or ["no rules"]
     yield "outputs", [found["outputs"]]
     yield "loss scale", [_loss_scale(found)]
+    yield "fallback", [", ".join(f"{k} {v}".lower() for k, v in found["fallback"].items())]
     later = [(f"{x['what']}: {x['value']}", place(x["origin"])) for x in found["not_yet"]]
     yield "not yet", [f"{what} ({where})" for what, where in later]
 
@@ -183,6 +186,8 @@ def _about_ops(found: Mapping[str, Any]) -> Iterator[str]:
         yield "those in lower: where a parameter is an operand, else in float32"
     if found["results"] == "float32":
         yield "those in lower: results are cast to float32"
+    if found["fixups"] == "on":
+        yield "fix-ups for what half precision breaks"
 
 
 def _rule(rule: Mapping[str, Any], precision: str) -> str:
@@ -208,7 +213,8 @@ def _table(ops: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     entries = Counter(op["op"] for op in ops)
     for op in ops:
         name = op["op"] if entries[op["op"]] == 1 else ", ".join(op["overloads"])
-        rows.append((name, *_cells(op), op["kernel"], place(op["origin"])))
+        origins = [place(op["origin"]), *[op["fixup"]] * bool(op["fixup"])]
+        rows.append((name, *_cells(op), op["kernel"], "; ".join(origins)))
         for condition in op["conditions"]:
             said = ", ".join(f"{key}={value!r}" for key, value in condition["when"].items())
             name = one_line(f"  where {said}")

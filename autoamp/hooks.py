@@ -35,7 +35,10 @@ def tensor_hook(original: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`Tensor.register_post_accumulate_grad_hook`: the parameter is unscaled by then."""
+    """`Tensor.register_post_accumulate_grad_hook`: the parameter is unscaled by then.
+
+    Where nothing is scaled the gradient is true anyway, and only its products run in float32.
+    """
 
     def register_post_accumulate_grad_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if is_torchs_own(hook):
@@ -43,16 +46,17 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
 
         @_named_after(hook)
         def settled(parameter: torch.Tensor) -> Any:
-            running = current()
-            if not isinstance(running, Pass):
+            units = _units(session)
+            if units is None:
                 return hook(parameter)
-            running.settle(parameter)
-            if running.flags:
-                flags, running.flags = running.flags, []
-                session.backwards.append((running.scale, any_of(flags)))
-                session.spoilt.note([parameter], any_of(flags))
-            running.is_heard = True
-            return _call(session, running, hook, parameter)
+            if isinstance(units, Pass):
+                units.settle(parameter)
+                if units.flags:
+                    flags, units.flags = units.flags, []
+                    session.backwards.append((units.scale, any_of(flags)))
+                    session.spoilt.note([parameter], any_of(flags))
+                units.is_heard = True
+            return _call(session, units, hook, parameter)
 
         return original(self, settled)
 
@@ -85,17 +89,29 @@ def function_backward(original: Callable[..., Any], session: Session) -> Callabl
     """The ``backward`` of a custom `autograd.Function`: true gradients in, its result scaled.
 
     torch's own Functions and those that declare ``custom_fwd`` stay in scaled units, as in
-    hand-written mixed precision.
+    hand-written mixed precision. One whose forward was a float32 island is one again: modules that
+    it calls (to compute activations anew) run as they ran then. One that knows only half stays in
+    scaled units too, and where islands are made others got what the script gave them: half, if it
+    is that, and get half gradients.
     """
+    makes_islands = session.policy.fallback.on_error == "float32"
 
     def apply(self: Any, *args: Any) -> Any:
         units = _units(session)
-        if units is None or _stays_scaled(self._forward_cls):
+        device_type = session.function_devices.get(self._forward_cls)
+        refuses_float32 = device_type == ""
+        if units is None or refuses_float32 or stays_scaled(self._forward_cls):
             return original(self, *args)
         if isinstance(units, Pass):  # some add to the gradients of their parameters by themselves
             nodes = [node for node, _ in self.next_functions if type(node) is AccumulateGrad]
             units.lend([node.variable for node in nodes])
-        return units.to_scaled(_call(session, units, original, self, *units.to_true(args)))
+        backward, true = original, units.to_true(args)
+        if device_type is None and makes_islands:
+            true = _ONLY_HALF.to_scaled(true, args)
+        elif device_type:
+            call_own = session.islands.call_own
+            backward = lambda *args: call_own(original, args, {}, device_type=device_type)  # noqa: E731
+        return units.to_scaled(_call(session, units, backward, self, *true))
 
     return apply
 
@@ -204,7 +220,8 @@ def is_torchs_own(function: Any) -> bool:
     return (module == "torch" or module.startswith("torch.")) and module not in FOR_USERS
 
 
-def _stays_scaled(function: type) -> bool:
+def stays_scaled(function: type) -> bool:
+    """Whether a Function is torch's own, or declares how it meets autocast (``custom_fwd``)."""
     if is_torchs_own(function):
         return True
     code = getattr(getattr(function, "forward", None), "__code__", None)

@@ -15,7 +15,8 @@ import torch
 
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
-from .kernels import is_in_traced_region
+from .fallback import Fallback
+from .kernels import OWN, is_in_traced_region
 from .modules import UNKNOWN, Candidates, Entry
 from .session import Session
 
@@ -50,29 +51,80 @@ class Islands:
         self.session = session
         self.rules = session.modules
         self.original = original
+        self.fallback = Fallback(session, self)
         self._local = session.local
         self._traced = _Traced()
+        self.has_rules = bool(session.policy.modules or session.policy.parameters)
+        self.entry_of_strangers: Entry = UNKNOWN if self.has_rules else None
 
     def call_root(self, *args: Any, **kwargs: Any) -> Any:
         """The call that has opened a region, from inside of it: (module, *its arguments)."""
-        entry, local = self.rules.of_root(args[0]), self._local
-        local.precision = "lower"
+        local, fallback = self._local, self.fallback
+        local.root, local.precision, local.failures = args[0], "lower", 0
         try:
-            return self._call(entry, local.region, args, kwargs)
+            if self.has_rules:
+                self.rules.of_root(args[0])
+            call = fallback.watched if fallback.is_new(args, kwargs) else fallback.helped
+            return call(self._call_known, args, kwargs)
         finally:
-            local.precision = ""
+            local.root, local.precision = None, ""
+
+    def call_demoted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call, in the region of this thread, of a module that has just become an island."""
+        self.rules.last_region[id(args[0])] = self._local.region
+        return self._call_known(args, kwargs)
+
+    def call_own(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device_type: Any = None,
+    ) -> Any:
+        """Call a function in float32, in which modules run in the precision of the region.
+
+        The region is that of this thread, or one on `device_type` that has ended (in a backward).
+        """
+        local, detours = self._local, self.session.detours
+        region, precision = local.region, local.precision
+        device_type = device_type or region
+        was_enabled = torch.is_autocast_enabled(device_type)
+        args, kwargs = to_float32((args, kwargs))
+        detours.append(True)
+        try:
+            torch.set_autocast_enabled(device_type, False)
+            local.region, local.precision = device_type, OWN
+            return function(*args, **kwargs)
+        finally:
+            local.region, local.precision = region, precision
+            torch.set_autocast_enabled(device_type, was_enabled)
+            detours.pop()
+            if region is None:
+                torch.clear_autocast_cache()
+
+    def _call_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entry = self.rules.table.get(id(args[0]))
+        return self._call(entry, self._local.region, args, kwargs)
 
     def call_nested(
         self, entry: Entry, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call, `depth` contexts deep, of a module that has an entry or was never seen."""
-        module, rules = args[0], self.rules
+        local = self._local
+        if local.precision == OWN:
+            return self._call(entry or "lower", local.region, args, kwargs)
         if _current_graph_task_id() != -1:
             return self._call_again(entry, depth, args, kwargs)
-        region = self._local.region if depth == 2 else None
-        if region is None:
-            rules.last_region.pop(id(module), None)
+        if depth != 2 or local.region is None:
+            self.rules.last_region.pop(id(args[0]), None)
             return self.original(*args, **kwargs)
+        call = self.fallback.helped if local.watch is None else self.fallback.attempt
+        return call(self._call_inside, args, kwargs)
+
+    def _call_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call directly in a region of ours."""
+        module, rules, region = args[0], self.rules, self._local.region
+        entry = rules.table.get(id(module), self.entry_of_strangers)
         if entry is UNKNOWN:
             entry = rules.of_stranger(module)
             rules.last_region[id(type(module))] = region

@@ -24,13 +24,26 @@ Operands = Callable[[torch.Tensor], bool]
 
 
 class Local(threading.local):
-    """What one thread is doing: the device type of its open region, or None, the precision that a
-    module rule has put in force there, and whether casts of weights are not kept for the rest."""
+    """What one thread is doing: the device type of its open region, or None, the root that opened
+    it, the precision in force there, and whether casts of weights are not kept for the rest, or
+    (what to go back to) until gradients are recorded again; how the root is watched, if it is, and
+    how often float32 did not help in it."""
 
     region: Any = None
+    root: Any = None
     precision: str = ""
     uncached: bool = False
+    recomputes: bool = False
+    """Whether a checkpoint runs again, inside a backward, what opens regions (`recomputing`)."""
+    paused: bool | None = None
+    watch: Any = None
+    failures: int = 0
 
+
+OWN = "own"
+"""In the place of a precision: float32, but for modules, which go back to the region's."""
+FULL = ("float32", OWN)
+"""The precisions in which autocast is off."""
 
 Values = tuple[tuple[int, str, Any, Any], ...]
 """Values that arguments must have: (position, name, default, value)."""
@@ -43,6 +56,12 @@ class Condition:
     category: str
     values: Values
 
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of one call: (args, kwargs)."""
+
+Adjust = Callable[[Any], Callable[[tuple[Any, ...], dict[str, Any]], Arguments]]
+"""For an overload, what becomes of the arguments of its calls before all else."""
 
 _current_graph_task_id = torch._C._current_graph_task_id
 
@@ -61,8 +80,9 @@ class Kernel:
     """How one overload of an aten op runs on one device, and who says so.
 
     `torchs` is what torch's own kernel does. Calls that meet a condition run as that says (the last
-    one wins). A call in list `lower` for which `only_with` finds no operand, or `never_with` finds
-    one, runs in float32. With `float32_results` the results of `lower` are cast to float32.
+    one wins). A call for which `only_with` finds no operand, or `never_with` finds one, runs in
+    float32. With `float32_results` the results of `lower` are cast to float32. `adjust`
+    changes arguments that half precision cannot take, whatever the list.
     """
 
     op: str
@@ -74,12 +94,13 @@ class Kernel:
     only_with: Operands | None = field(default=None, compare=False)
     never_with: Operands | None = field(default=None, compare=False)
     float32_results: bool = False
+    adjust: Adjust | None = field(default=None, compare=False)
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """What makes code compiled with one kernel differ from code compiled with another."""
-        looks = (self.only_with is not None, self.never_with is not None, self.float32_results)
-        return self.op, self.device, self.category, self.conditions, looks
+        looks = [x is not None for x in (self.only_with, self.never_with, self.adjust)]
+        return self.op, self.device, self.category, self.conditions, *looks, self.float32_results
 
 
 class Kernels:
@@ -167,7 +188,7 @@ def _ours(kernel: Kernel) -> Call:
     if kernel.conditions:
         choices = [(c.values, _call(kernel, c.category)) for c in reversed(kernel.conditions)]
         ours = _by_values(choices, ours)
-    return ours
+    return ours if kernel.adjust is None else _adjusted(kernel, ours)
 
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -353,6 +374,25 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _adjusted(kernel: Kernel, inner: Call) -> Call:
+    op, key = overload(kernel.op), getattr(torch._C.DispatchKey, autocast_key(kernel.device))
+    adjust = kernel.adjust(op)  # type: ignore[misc]  # there is one
+    excluded = torch._C.DispatchKeySet(key)
+    guard = torch._C._ExcludeDispatchKeyGuard
+
+    def call(keyset: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = adjust(args, kwargs)
+        return inner(keyset, args, kwargs)
+
+    def call_alone(keyset: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = adjust(args, kwargs)
+        with guard(excluded):
+            return op(*args, **kwargs)
+
+    # What an op in no list calls here would only be adjusted once more: autocast is passed by.
+    return call_alone if kernel.category == AS_GIVEN and not kernel.conditions else call
 
 
 def _by_operands(kernel: Kernel, lower: Call, float32: Call) -> Call:

@@ -10,7 +10,7 @@ import bisect
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,7 @@ class Rules:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.table: dict[int, Entry] = {}
-        """By a module's id. Ids in here are those of living objects (`_remember`)."""
+        """By a module's id. Ids in here are those of living objects (`remember`)."""
         self.last_region: dict[int, str] = {}
         """By the id of a module, or of the class of one that nobody knows: where it last ran."""
         self.phase = "0"
@@ -77,7 +77,11 @@ class Rules:
         self._tops: dict[int, list[weakref.ref[Module]]] = {}
         self._slots: dict[int, list[str]] = {}
         self._covered: dict[int, bool] = {}
-        self._by_id: tuple[dict[int, Any], ...] = (
+        self._demoted: dict[int, bool] = {}
+        self._overlaid: dict[int, Entry] = {}
+        self._by_id: list[dict[int, Any]] = [
+            self._demoted,
+            self._overlaid,
             self.table,
             self.last_region,
             self._names,
@@ -89,7 +93,7 @@ class Rules:
             self._tops,
             self._slots,
             self._covered,
-        )
+        ]
 
     # Asked on the way into modules
 
@@ -178,13 +182,56 @@ class Rules:
         self.check_matches()
         self.parts.close()
 
+    # Modules that half precision breaks
+
+    def new_table(self) -> dict[int, Any]:
+        """A dict by the ids of modules, whose entries go when those die; they are remembered."""
+        self._by_id.append({})
+        return self._by_id[-1]
+
+    def demoted(self, module: Module) -> bool | None:
+        """Whether a module has been demoted (not None), and with all below it."""
+        return self._demoted.get(id(module))
+
+    def demote(self, module: Module, below: bool | None) -> None:
+        """Make a module a float32 island, with all below it or not; None: it is as it was."""
+        self.remember(module)
+        self._lift()
+        self._demoted.pop(id(module), None)
+        if below is not None:
+            self._demoted[id(module)] = below
+        self._overlay()
+
+    def _overlay(self) -> None:
+        """Put the entries of demoted modules over those that the rules give."""
+        for key, below in self._demoted.items():
+            module = self._living[key]()
+            if module is not None:
+                self._cover_entry(key, "float32")
+                for child in () if below else _called_children(module):
+                    if id(child) not in self._demoted and self.table.get(id(child)) is None:
+                        self.remember(child)
+                        self._cover_entry(id(child), "lower")
+
+    def _cover_entry(self, key: int, entry: Entry) -> None:
+        self._overlaid.setdefault(key, self.table.get(key, UNKNOWN))
+        self.table[key] = entry
+
+    def _lift(self) -> None:
+        for key, entry in self._overlaid.items():
+            if entry is UNKNOWN:
+                self.table.pop(key, None)
+            else:
+                self.table[key] = entry
+        self._overlaid.clear()
+
     # Asked while code is traced
 
     def of_class(self, cls: type) -> Candidates:
         """The candidates of a module of which nothing is known but the class."""
         candidates = self._by_class.get(id(cls))
         if candidates is None:
-            self._remember(cls)
+            self.remember(cls)
             candidates = self._until_untimed(self._modules.of_class(cls))
             self._by_class[id(cls)] = candidates
         return candidates
@@ -206,7 +253,7 @@ class Rules:
         was never called do they start from the root, too.
         """
         self.has_learned = True
-        self._remember(root)
+        self.remember(root)
         owners = self._known_tops(id(root)) or self._owners(root)
         self._roots[id(root)] = not any(
             id(owner) in self._roots for owner in owners if owner is not root
@@ -257,9 +304,10 @@ class Rules:
         return outermost_owners(root)
 
     def _assign(self, found: Named, tops: list[Module], bases: dict[int, Module]) -> None:
-        references = [self._remember(top) for top in tops]
+        self._lift()
+        references = [self.remember(top) for top in tops]
         for key, (module, names) in found.items():
-            self._remember(module)
+            self.remember(module)
             self._tops[key] = references
             known = self._names.setdefault(key, set())
             if key not in self._own or not names <= known:
@@ -280,6 +328,7 @@ class Rules:
         for key in found.keys() & self.parts.plain.keys():
             if self.table[key] is None:
                 self.table[key] = ()
+        self._overlay()
 
     def _pass_down(
         self,
@@ -349,10 +398,10 @@ class Rules:
         for slot in slots:
             parameter = module._parameters.get(slot)
             if parameter is not None and id(parameter) not in self._covered:
-                self._remember(parameter)
+                self.remember(parameter)
                 self._covered[id(parameter)] = True
 
-    def _remember(self, thing: Any) -> weakref.ref[Any]:
+    def remember(self, thing: Any) -> weakref.ref[Any]:
         """Have everything about `thing` forgotten when it dies: another may get its id."""
         key = id(thing)
         reference = self._living.get(key)
@@ -375,6 +424,15 @@ def _named_below(module: Module, but_not: dict[int, Entry]) -> Named:
     found: Named = {}
     collect_names(module, found)
     return {key: value for key, value in found.items() if key not in but_not}
+
+
+def _called_children(module: Module) -> Iterator[Module]:
+    """The parts of a module that it may call: of lists of modules, what they hold."""
+    for _, child in children(module):
+        if is_never_called(child):
+            yield from _called_children(child)
+        else:
+            yield child
 
 
 def _always(module: Module) -> bool:

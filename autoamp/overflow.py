@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 
+from .ranks import Group, agreed, anywhere, groups_of, local_values
 from .scaling import any_of, check, unscale_
 from .session import Backward
 
@@ -36,7 +37,7 @@ class Spoilt:
             self._last = flag, set(map(id, leaves))
         elif flag.item():
             for leaf in leaves:
-                flags = check([leaf.grad]) if leaf.grad is not None else []
+                flags = check(local_values([leaf.grad])) if leaf.grad is not None else []
                 if flags and any_of(flags).item():
                     self._known.leaves[id(leaf)] = ref(leaf)
 
@@ -75,6 +76,7 @@ def host_knows(tensor: torch.Tensor) -> bool:
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
+    (grad,) = local_values([grad])
     return grad.layout is torch.strided and not grad.any().item()
 
 
@@ -82,27 +84,47 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def in_gradients(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """One flag for all gradients of the optimizer as they are now; nothing is changed.
+def shared_by(optimizer: torch.optim.Optimizer) -> list[Group]:
+    """The groups of ranks that hold its parameters together, each a part."""
+    return groups_of(p for group in optimizer.param_groups for p in group["params"])
 
-    The kernel that unscales checks too, in one pass; by a factor of one.
+
+def in_gradients(
+    optimizer: torch.optim.Optimizer, spoilt: torch.Tensor | bool = False
+) -> torch.Tensor:
+    """One flag for all gradients of the optimizer as they are now, on all ranks that share it.
+
+    Nothing is changed: the kernel that unscales checks too, in one pass; by a factor of one. What
+    is `spoilt` counts as well.
     """
     # `.data` has its own version counter: multiplying by one is no edit in autograd's eyes.
-    grads = [p.grad.data for p in _parameters(optimizer) if p.grad is not None]
+    grads = local_values([p.grad.data for p in _parameters(optimizer) if p.grad is not None])
     with torch.no_grad():
         flags = unscale_(grads, torch.ones((), device=grads[0].device)) if grads else []
-    return any_of(flags) if flags else torch.zeros(())
+    flag = any_of(flags) if flags else torch.zeros(())
+    return agreed(flag + spoilt, shared_by(optimizer))
 
 
-def concerns(optimizer: torch.optim.Optimizer, backwards: list[Backward], spoilt: Spoilt) -> bool:
+def concerns(
+    optimizer: torch.optim.Optimizer,
+    backwards: list[Backward],
+    spoilt: Spoilt,
+    is_spoilt: bool = False,
+) -> bool:
     """Whether some of `backwards` left the optimizer gradients that are not finite.
 
-    One synchronisation, or two: a backward that overflowed need not concern this optimizer (another
-    one's loss, gradients zeroed since).
+    Or whether it `is_spoilt` anyway. One synchronisation, or two: a backward that overflowed need
+    not concern this optimizer (another one's loss, gradients zeroed since). Ranks that share an
+    optimizer give one answer: each of them asks the others as often.
     """
-    if not any_of([found_inf for _, found_inf in backwards]).item():
+    groups = shared_by(optimizer)
+    if is_spoilt and not groups:
+        return True
+    flags = [found_inf for _, found_inf in backwards]
+    if not anywhere(is_spoilt or (bool(flags) and bool(any_of(flags).item())), groups):
         return False
-    return bool(in_gradients(optimizer).item()) or spoilt.was_last_for(optimizer)
+    is_found = bool(in_gradients(optimizer).item())
+    return anywhere(is_found or is_spoilt or spoilt.was_last_for(optimizer), groups)
 
 
 def scale_of(backwards: list[Backward]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .casting import HALF
+from .ranks import local_values
 from .scaling import any_of, check, multiply_, unscale_
 
 KEY = "autoamp.pass"
@@ -55,7 +56,7 @@ class Pass:
         if grads:
             grads = _plain(tensors, grads, self.scale)
             with torch.no_grad():
-                multiply_(grads, self.scale)
+                multiply_(local_values(grads), self.scale)
 
     def settle(self, tensor: torch.Tensor | None = None) -> None:
         """Give this tensor its true gradient back, or all of them; note whether it is finite."""
@@ -68,7 +69,7 @@ class Pass:
         if grads:
             grads = _plain(tensors, grads, self.inverse, self.flags)
             with torch.no_grad():
-                self.flags += unscale_(grads, self.inverse)
+                self.flags += unscale_(local_values(grads), self.inverse)
 
     def lend(self, tensors: list[torch.Tensor]) -> None:
         """To user code that may add to their gradients, or to a pass inside it: true ones."""

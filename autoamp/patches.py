@@ -9,7 +9,19 @@ from typing import Any
 
 import torch
 
-from . import backward, checkpoints, hooks, opnames, region, stepping
+from . import (
+    backward,
+    checkpoints,
+    edits,
+    fixups,
+    functions,
+    hooks,
+    interop,
+    opnames,
+    recomputing,
+    region,
+    stepping,
+)
 from .patching import Patch
 from .policy import Policy
 from .session import Session
@@ -36,6 +48,16 @@ FUNCTIONAL = (
     "scaled_dot_product_attention",
 )
 """The functions of `torch.nn.functional` in torch's own lower-precision list."""
+
+
+def repairs(policy: Policy) -> bool:
+    """Whether code of the script inside a region sees float32, beyond what torch.amp does."""
+    return policy.fallback.on_error == "float32"
+
+
+def fixes(policy: Policy) -> bool:
+    """Whether ops that half precision breaks are put right."""
+    return policy.fixups == "on"
 
 
 def holds_schedulers(policy: Policy) -> bool:
@@ -94,6 +116,13 @@ PATCHES = (
         "the same function under its other name",
         optional=True,
     ),
+    Patch(
+        "torch.jit._recursive:make_stub",
+        interop.script_stub,
+        "TorchScript compiles the hooks of the script, not what stands for them",
+        when=repairs,
+        optional=True,
+    ),
     *(
         Patch(f"torch.jit:{name}", region.in_float32, "traced programs are the float32 ones")
         for name in ("trace", "trace_module")
@@ -109,41 +138,113 @@ PATCHES = (
         "the same function where torch.compiler looks for it",
     ),
     Patch(
+        "torch.utils.checkpoint:checkpoint",
+        recomputing.checkpoint,
+        "what opens regions in the forward opens them in the recomputation",
+    ),
+    Patch(
         "torch:Tensor.register_hook",
         hooks.tensor_hook,
         "hooks see true gradients",
-        when=scales,
     ),
     Patch(
         "torch:Tensor.register_post_accumulate_grad_hook",
         hooks.post_accumulate_hook,
         "hooks see true gradients",
-        when=scales,
     ),
     Patch(
         "torch.nn:Module._get_backward_hooks",
         hooks.module_backward_hooks,
         "module hooks see true gradients",
-        when=scales,
     ),
     Patch(
         "torch.nn:Module._get_backward_pre_hooks",
         hooks.module_backward_pre_hooks,
         "module hooks see true gradients",
-        when=scales,
+    ),
+    Patch(
+        "torch.autograd.function:Function.apply",
+        functions.function_apply,
+        "custom Functions run in float32 inside a region; modules that they call stay in it",
+        when=repairs,
     ),
     Patch(
         "torch.autograd.function:BackwardCFunction.apply",
         hooks.function_backward,
         "custom Functions see true gradients",
-        when=scales,
     ),
     Patch(
         "torch.autograd.function:BackwardCFunction.apply_boxed",
         hooks.function_backward,
         "custom Functions see true gradients",
-        when=scales,
         optional=True,
+    ),
+    Patch(
+        "torch:Tensor.numpy",
+        interop.array,
+        "half tensors that autoamp made become float32 arrays",
+        when=repairs,
+    ),
+    *(
+        Patch(target, interop.dlpack, "inside a region half tensors leave as float32", when=repairs)
+        for target in (
+            "torch:Tensor.__dlpack__",
+            "torch:to_dlpack",
+            "torch.utils.dlpack:to_dlpack",
+        )
+    ),
+    *(
+        Patch(
+            target,
+            interop.forward_hook,
+            "forward hooks see float32 inside a region, and what they saw goes on",
+            when=repairs,
+        )
+        for target in (
+            "torch.nn:Module.register_forward_hook",
+            "torch.nn.modules.module:register_module_forward_hook",
+        )
+    ),
+    *(
+        Patch(
+            target,
+            interop.forward_pre_hook,
+            "forward pre-hooks see float32 inside a region, and what they saw goes on",
+            when=repairs,
+        )
+        for target in (
+            "torch.nn:Module.register_forward_pre_hook",
+            "torch.nn.modules.module:register_module_forward_pre_hook",
+        )
+    ),
+    Patch(
+        "torch.autograd.grad_mode:set_grad_enabled.__init__",
+        edits.grad_mode_set,
+        "what no_grad blocks do to weights inside a region is seen by the next op",
+        when=repairs,
+    ),
+    *(
+        Patch(
+            f"torch.autograd.grad_mode:{name}.__exit__",
+            edits.block_left,
+            "what such blocks do to weights inside a region is seen by the next op",
+            when=repairs,
+        )
+        for name in ("set_grad_enabled", "inference_mode")
+    ),
+    *(
+        Patch(
+            target,
+            edits.edit,
+            "weights that it assigns inside a region are seen by the next op",
+            when=repairs,
+        )
+        for target in (
+            "torch.nn.utils:vector_to_parameters",
+            "torch.nn.utils.convert_parameters:vector_to_parameters",
+            "torch.nn.utils.prune:BasePruningMethod.remove",
+            "torch.utils:swap_tensors",
+        )
     ),
     Patch(
         "torch:Tensor.retain_grad",
@@ -182,6 +283,12 @@ PATCHES = (
         scale,
         "a script's own GradScaler owns the scaling",
         when=scales,
+    ),
+    Patch(
+        "torch:Tensor.__setitem__",
+        fixups.set_item,
+        "numbers written into half tensors inside a region stay finite",
+        when=fixes,
     ),
 )
 

@@ -6,6 +6,7 @@ data (`patches`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +51,10 @@ class _Applied:
     owner: Any
     name: str
     before: Any
-    replacement: Any
+    installed: Any
 
     def is_in_place(self) -> bool:
-        return getattr(self.owner, self.name, None) is self.replacement
+        return vars(self.owner).get(self.name, _ABSENT) is self.installed
 
 
 class Ledger:
@@ -100,19 +101,17 @@ class Ledger:
     def replace(self, owner: Any, name: str, replacement: Any, target: str = "") -> None:
         """Put one replacement in place, to be restored with the rest."""
         before = vars(owner).get(name, _ABSENT)
-        # A static method has to go back in as one.
-        setattr(
-            owner,
-            name,
-            staticmethod(replacement) if isinstance(before, staticmethod) else replacement,
-        )
+        # A static method or a class method has to go back in as one.
+        kind = type(inspect.getattr_static(owner, name, None))
+        installed = kind(replacement) if kind in (staticmethod, classmethod) else replacement
+        setattr(owner, name, installed)
         self._applied.append(
             _Applied(
                 target or f"{owner.__module__}:{owner.__qualname__}.{name}",
                 owner,
                 name,
                 before,
-                replacement,
+                installed,
             )
         )
 
@@ -147,7 +146,7 @@ class Ledger:
                 applied.target == target
                 and vars(applied.owner).get(applied.name, _ABSENT) is applied.before
             ):
-                setattr(applied.owner, applied.name, applied.replacement)
+                setattr(applied.owner, applied.name, applied.installed)
 
     def replaced_since(self) -> list[str]:
         """The targets where our replacement is no longer what torch finds."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import fixups, opnames
-from .categories import AS_GIVEN, FLOAT32, LOWER, overload, torchs_lists
+from .categories import AS_GIVEN, LOWER, WIDEST, overload, torchs_lists
 from .errors import PolicyError
 from .kernels import Condition, Kernel, Operands, is_parameter
 from .policy import OpRule, Policy
@@ -25,6 +25,7 @@ class Row:
     """One overload of an op on one device: `category` is its list, ``""`` for none.
 
     `torchs` is torch's own list for it, `origin` who says `category`, `kernel` who carries it out.
+    `fix` is the kernel of the fix-up that takes part in that.
     """
 
     op: str
@@ -33,6 +34,12 @@ class Row:
     origin: str
     kernel: str
     conditions: tuple[OpRule, ...] = ()
+    fix: Kernel | None = None
+
+    @property
+    def fixup(self) -> str:
+        """What is done to calls besides what `origin` says."""
+        return self.fix.why if self.fix is not None and self.fix.why != self.origin else ""
 
     @property
     def packet(self) -> str:
@@ -52,7 +59,8 @@ def rows(policy: Policy, device_type: str, dtype: str) -> list[Row]:
     names = {name for name in (*lists, *torchs) if _exists(name)}
     for family in rules:
         names.update(_overloads(family))
-    broken = {kernel.op: kernel.why for kernel in fixups.kernels_for(device_type, dtype)}
+    wanted = policy.fixups == "on"
+    broken = {kernel.op: kernel for kernel in fixups.kernels_for(device_type, dtype, wanted)}
     found = [
         _row(policy, name, lists, listed_by, torchs, rules, broken) for name in names | set(broken)
     ]
@@ -67,7 +75,7 @@ def kernels(
     `covers` tells the parameters whose ops stay float32, where the policy has such rules.
     """
     if policy.follows_torch(dtype):
-        return fixups.kernels_for(device_type, dtype)
+        return fixups.kernels_for(device_type, dtype, wanted=False)
     return [
         _kernel(policy, row, device_type, covers)
         for row in rows(policy, device_type, dtype)
@@ -82,7 +90,7 @@ def _row(
     listed_by: str,
     torchs: Mapping[str, str],
     rules: Mapping[str, list[OpRule]],
-    broken: Mapping[str, str],
+    broken: Mapping[str, Kernel],
 ) -> Row:
     category, origin = lists.get(name, AS_GIVEN), listed_by
     conditions: list[OpRule] = []
@@ -99,27 +107,39 @@ def _row(
         or policy.lower_results == "float32"
         or policy.parameters
     )
-    if name in broken and category == AS_GIVEN:
-        category, origin, kernel = FLOAT32, broken[name], OUR_KERNEL
-    elif category != own or conditions or looks:
+    fix = broken.get(name)
+    if fix is not None and category == AS_GIVEN:
+        category, origin = fix.category, fix.why
+    elif fix is not None and not _goes_with(fix, category, origin == listed_by):
+        fix = None  # the policy has said where the op runs
+    if fix is not None or category != own or conditions or looks:
         kernel = OUR_KERNEL
     else:
         kernel = TORCHS_KERNEL if own else NO_KERNEL
-    return Row(name, category, own, origin, kernel, tuple(conditions))
+    return Row(name, category, own, origin, kernel, tuple(conditions), fix)
+
+
+def _goes_with(fix: Kernel, category: str, is_torchs: bool) -> bool:
+    """Whether a fix-up changes what is not a matter of an op's list, or torch's list alone."""
+    if category == WIDEST:
+        return fix.adjust is not None
+    return category == LOWER and is_torchs and fix.only_with is not None
 
 
 def _kernel(policy: Policy, row: Row, device_type: str, covers: Operands | None) -> Kernel:
     is_lower = row.category == LOWER
+    needed = row.fix.only_with if row.fix is not None else None
     return Kernel(
         row.op,
         device_type,
         row.category,
-        row.origin,
+        f"{row.origin}; {row.fixup}" if row.fixup else row.origin,
         row.torchs,
         tuple(c for rule in row.conditions if (c := _condition(row.op, rule)) is not None),
-        is_parameter if is_lower and policy.lower_operands == "parameter" else None,
+        is_parameter if is_lower and policy.lower_operands == "parameter" else needed,
         covers if is_lower else None,
         policy.lower_results == "float32",
+        row.fix.adjust if row.fix is not None else None,
     )
 
 

@@ -12,6 +12,9 @@ from typing import Any
 DEVICES = ("cuda", "cpu", "xpu", "mps")
 PRECISIONS = ("float16", "bfloat16", "off")
 OUTPUTS = ("float32", "keep")
+FIXUPS = ("on", "off")
+ON_ERROR = ("float32", "raise")
+ON_OVERFLOW = ("float32", "keep")
 MODES = ("dynamic", "static", "off")
 BASES = ("device", "cuda", "none")
 """Whose op lists a policy starts from: torch's for the device, torch's for CUDA, or nobody's."""
@@ -41,6 +44,21 @@ class LossScaleRule:
     min: float = 0.0
     max: float = float("inf")
     hold_schedulers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackRule:
+    """What becomes of modules that half precision breaks.
+
+    `on_error`: one that raises because of it runs in float32, or the error is raised. `inspect`:
+    the first calls of a model are looked at for what goes wrong silently. `on_overflow`: after
+    `patience` skipped steps in a row modules whose results overflow run in float32, or are kept.
+    """
+
+    on_error: str = "raise"
+    on_overflow: str = "keep"
+    inspect: bool = False
+    patience: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +128,14 @@ class Policy:
     among the operands; the others run in float32."""
     lower_results: str = "keep"
     """What becomes of the results of those: kept in lower precision, or cast to float32."""
+    fixups: str = "off"
+    """Whether ops in no list that half precision breaks get the kernels of the table `fixups`."""
     modules: tuple[ModuleRule, ...] = ()
     """The first one that matches a module wins."""
     parameters: tuple[ParameterRule, ...] = ()
     outputs: str = "float32"
     loss_scale: LossScaleRule = LossScaleRule()
+    fallback: FallbackRule = FallbackRule()
     not_yet: tuple[str, ...] = ()
     """Sentences: what the policy asks for that this version does not do."""
 
@@ -127,7 +148,7 @@ class Policy:
     def follows_torch(self, dtype: str) -> bool:
         """Whether every op of a region in `dtype` runs as torch's own lists for the device say."""
         looks = self.lower_operands != "any" or self.lower_results != "keep" or self.parameters
-        return self.base[dtype] == "device" and not self.ops and not looks
+        return self.base[dtype] == "device" and not self.ops and not looks and self.fixups == "off"
 
     def forced(self, dtype: str | None, loss_scale: str | float | None) -> Policy:
         """This policy with ``AUTO_MIXED_PRECISION_DTYPE`` and ``_LOSS_SCALE`` put over it."""

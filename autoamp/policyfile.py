@@ -209,17 +209,27 @@ def _outputs(said: Said, policy: Policy) -> Mapping[str, Any]:
     return {"outputs": said.value}
 
 
+def _fixups(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return {"fixups": said.value}
+
+
 def _loss_scale(said: Said, policy: Policy) -> Mapping[str, Any]:
     return {"loss_scale": replace(policy.loss_scale, **_plain(said))}
+
+
+def _fallback(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return {"fallback": replace(policy.fallback, **_plain(said))}
 
 
 _BUILD: Mapping[str, Callable[[Said, Policy], Mapping[str, Any]]] = {
     "devices": _devices,
     "ops": _ops,
+    "fixups": _fixups,
     "modules": _modules,
     "parameters": _parameters,
     "outputs": _outputs,
     "loss_scale": _loss_scale,
+    "fallback": _fallback,
 }
 """By section of a file, what it changes in a policy."""
 

@@ -58,10 +58,12 @@ def plain(policy: Policy) -> dict[str, Any]:
             "operands": policy.lower_operands,
             "results": policy.lower_results,
         },
+        "fixups": policy.fixups,
         "modules": [{**_module(rule), "origin": rule.origin} for rule in policy.modules],
         "parameters": [{**_pattern(rule), "origin": rule.origin} for rule in policy.parameters],
         "outputs": policy.outputs,
         "loss_scale": {key: _number(value) for key, value in constants.items()},
+        "fallback": asdict(policy.fallback),
         "not_yet": [
             {"what": what, "value": said.split()[0], "origin": origin}
             for origin, what, said in (sentence.rsplit(": ", 2) for sentence in policy.not_yet)
@@ -111,9 +113,9 @@ def document(policy: Policy) -> str:
 def _lines(policy: Policy) -> Iterator[str]:
     said = plain(policy)
     yield f"# All that {place(policy.source)} and the files that it extends say, in one file."
-    yield f"devices: {_flow(said['devices'])}"
+    yield f"devices: {flow(said['devices'])}"
     yield "ops:"
-    yield f"  base: {_flow(said['ops']['base'])}"
+    yield f"  base: {flow(said['ops']['base'])}"
     rules = said["ops"]["rules"]
     for into in LISTS:
         changes = {
@@ -126,18 +128,20 @@ def _lines(policy: Policy) -> Iterator[str]:
     yield from _list("  when", _apart(rule for rule in rules if "when" in rule))
     yield f"  operands: {said['ops']['operands']}"
     yield f"  results: {said['ops']['results']}"
+    yield f"fixups: {flow(policy.fixups)}"
     yield from _list("modules", _apart(said["modules"]))
     yield from _list("parameters", _apart(said["parameters"]))
     yield f"outputs: {policy.outputs}"
     constants = {k: float("inf") if v is None else v for k, v in said["loss_scale"].items()}
-    yield f"loss_scale: {_flow(constants)}"
+    yield f"loss_scale: {flow(constants)}"
+    yield f"fallback: {flow(said['fallback'])}"
     yield from _later(said["not_yet"])
 
 
 def _apart(rules: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Each rule on one line, and its origin."""
     return [
-        (_flow({key: value for key, value in rule.items() if key != "origin"}), rule["origin"])
+        (flow({key: value for key, value in rule.items() if key != "origin"}), rule["origin"])
         for rule in rules
     ]
 
@@ -161,10 +165,10 @@ def _later(not_yet: Sequence[Mapping[str, str]]) -> Iterator[str]:
         yield from lines
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """A value on one line, as `yamlnodes` and every other YAML reader understand it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(v)}" for key, v in value.items()) + "}"
+        return "{" + ", ".join(f"{flow(key)}: {flow(v)}" for key, v in value.items()) + "}"
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z_][\w.]*", value, re.ASCII)
         return value if is_plain and yaml.safe_load(value) == value else _quoted(value)

@@ -18,7 +18,6 @@ from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
 from .kernels import MARK
-from .modules import UNKNOWN
 from .session import Session
 
 enter_nesting = torch.autocast_increment_nesting
@@ -52,11 +51,13 @@ class Regions:
         """The dtype of a region whose root is told by `tensor`, or None: stay out.
 
         Out stays what is not float32 work of its own: calls from inside the autograd engine
-        (recomputation brings its context along), tracing and export (they see the float32 program),
-        models that are half already.
+        (recomputation brings its context along, or says that there was none), tracing and export
+        (they see the float32 program), models that are half already.
         """
         session = self.session
-        if not session.active or _current_graph_task_id() != -1 or _is_tracing():
+        if _current_graph_task_id() != -1 and not session.local.recomputes:
+            return None
+        if not session.active or _is_tracing():
             return None
         if tensor.dtype is not torch.float32 and tensor.dtype in HALF:
             self._note_half_model(tensor)
@@ -119,31 +120,19 @@ class Regions:
 
 
 def module_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region."""
-    if session.policy.modules or session.policy.parameters:
-        return _module_call_with_islands(original, session)
-    regions = session.regions
+    """`nn.Module.__call__`: the outermost call of a module that owns a parameter is a region.
+
+    Inside of it a module may be an island, by a rule or because half precision broke it.
+    """
+    islands = session.islands = Islands(session, original)
+    regions, call_root, may_cure = session.regions, islands.call_root, islands.fallback.may_cure
+    entry_of, local, detours = session.modules.table.get, session.local, session.detours
+    has_rules, entry_of_strangers = islands.has_rules, islands.entry_of_strangers
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():
-            return _compiled_call(original, original, regions, args, kwargs)
-        if enter_nesting() == 1:
-            parameter = first_parameter(args[0])
-            if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
-                return regions.run(parameter.device.type, dtype, original, args, kwargs)
-        leave_nesting()
-        return original(*args, **kwargs)
-
-    return call
-
-
-def _module_call_with_islands(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The same where the policy has rules for modules or parameters."""
-    regions, islands = session.regions, Islands(session, original)
-    entry_of, local = session.modules.table.get, session.local
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+            if not has_rules:
+                return _compiled_call(original, original, regions, args, kwargs)
             if islands.where_in_trace():
                 return islands.call_traced(*args, **kwargs)
             return _compiled_call(original, islands.call_traced_root, regions, args, kwargs)
@@ -151,12 +140,18 @@ def _module_call_with_islands(original: Callable[..., Any], session: Session) ->
         if depth == 1:
             parameter = first_parameter(args[0])
             if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
-                return regions.run(parameter.device.type, dtype, islands.call_root, args, kwargs)
+                return regions.run(parameter.device.type, dtype, call_root, args, kwargs)
         leave_nesting()
-        entry = entry_of(id(args[0]), UNKNOWN)
-        if entry is None or entry == local.precision:
+        entry = entry_of(id(args[0]), entry_of_strangers)
+        if detours or (entry is not None and entry != local.precision):
+            return islands.call_nested(entry, depth, args, kwargs)
+        try:
             return original(*args, **kwargs)
-        return islands.call_nested(entry, depth, args, kwargs)
+        except Exception as error:
+            if not may_cure(error):
+                raise
+            trouble = error
+        return islands.fallback.again(trouble, args, kwargs)
 
     return call
 

@@ -14,8 +14,9 @@ import torch
 
 from .graphs import COMPILED, executed, let_go
 from .passes import Found, Pass, UserCode, found, run_in
+from .ranks import has_ranks
 from .scaling import any_of, check, inverse_of
-from .unskippable import Owners, has_ranks
+from .unskippable import Owners
 
 
 class Call(NamedTuple):

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ def describe(session: Session) -> dict[str, Any]:
         "regions": session.counts.regions,
         "loss_scale": _loss_scale(session),
         "steps": {"taken": session.counts.steps + scale.taken, "skipped": scale.skipped},
+        "demotions": [asdict(demotion) for demotion in session.demotions],
         "patches": [
             {"target": e.target, "outcome": e.outcome, "why": e.why} for e in session.ledger.entries
         ],
@@ -61,6 +64,7 @@ def describe_inactive(reason: str, door: str | None) -> dict[str, Any]:
         "regions": 0,
         "loss_scale": dict(_NO_LOSS_SCALE),
         "steps": {"taken": 0, "skipped": 0},
+        "demotions": [],
         "patches": [],
         "replaced_since": [],
         "kernels": [],
@@ -169,7 +173,20 @@ def summary(content: dict[str, Any]) -> str:
     )
     if scale["mode"] != "off":
         line += f", {steps['skipped']} skipped, final loss scale {scale['final']:.10g}"
+    if demoted := {demotion["module"] for demotion in content["demotions"]}:
+        line += f", {_count(len(demoted), 'module')} demoted to float32"
     return line
+
+
+def demotion_line(demotion: Mapping[str, Any]) -> str:
+    """What a demotion of the report means, in one line."""
+    name, below = demotion["module"], demotion["below"]
+    if name:
+        what = f"{name} with all below it" if below else f"{name} without the modules that it calls"
+    else:
+        what = "the whole model" if below else "the model without the modules that it calls"
+    where = f" ({demotion['where']})" if demotion["where"] else ""
+    return f"{what} ({demotion['type']}) runs in float32 from now on: {demotion['cause']}{where}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -34,6 +34,8 @@ class LossScale:
         self._bounds = max(rule.min, SCALES[0]), min(rule.max, SCALES[1])
         self._has_warned = False
         self._skips_in_a_row = 0  # that have been read back
+        self._before_skips = rule.init
+        self._patience, self._impatient = 0, _nobody_waits
         self.taken = 0
         self.skipped = 0
         self.history: list[list[float]] = [[0, rule.init]]
@@ -144,9 +146,26 @@ class LossScale:
             self.taken += skip == 0
             if scale != before:
                 self.history.append([self.taken + self.skipped, scale])
+            if skip > 0 and not self._skips_in_a_row:
+                self._before_skips = before
             self._skips_in_a_row = self._skips_in_a_row + 1 if skip > 0 else 0
+            if self._patience and skip > 0 and self._skips_in_a_row % self._patience == 0:
+                self._impatient()
             if self._skips_in_a_row > 1 or scale < before:
                 self._warn(before, scale)
+
+    def watch_skips(self, patience: int, impatient: Callable[[], None]) -> None:
+        """Have `impatient` called whenever so many steps have been skipped in a row."""
+        self._patience, self._impatient = patience, impatient
+
+    def is_at_floor(self) -> bool:
+        """Whether the scale that was read back last cannot fall any more."""
+        return self.rule.mode == "static" or self.history[-1][1] <= self._bounds[0]
+
+    def restore(self) -> None:
+        """Go back to the scale of before the last steps that were skipped in a row."""
+        self.load({**self.state(), "scale": self._before_skips})
+        self._skips_in_a_row = 0
 
     def _warn(self, before: float, scale: float) -> None:
         """Say what a scale means that keeps overflowing and cannot fall, or has fallen below 1."""
@@ -208,6 +227,10 @@ class LossScale:
 
 
 def _nobody_listens(line: str) -> None:
+    pass
+
+
+def _nobody_waits() -> None:
     pass
 
 

@@ -146,18 +146,19 @@ _LOSS_SCALE: Mapping[str, Kind] = {
     "hold_schedulers": Flag("Whether learning rates stay as they are after a skipped step."),
 }
 
+_FALLBACK: Mapping[str, Kind] = {
+    "on_error": Word(
+        "Whether a module that raises because of half precision runs in float32 from then on.",
+        words.ON_ERROR,
+    ),
+    "on_overflow": Word(
+        "Whether modules whose results overflow run in float32 from then on.", words.ON_OVERFLOW
+    ),
+    "inspect": Flag("Whether the first calls of a model are looked at for silent failures."),
+    "patience": Number("Skipped steps in a row before overflows are looked for.", *_COUNT),
+}
+
 LATER: Mapping[str, Mapping[str, tuple[str, Word | Number]]] = {
-    "fallback": {
-        "on_error": (
-            "raise",
-            Word("What an op without a half kernel does.", ("float32", "raise")),
-        ),
-        "on_overflow": (
-            "keep",
-            Word("What a module that keeps overflowing does.", ("float32", "keep")),
-        ),
-        "patience": ("3", Number("Overflows in a row before that.", *_COUNT)),
-    },
     "performance": {
         "memory_format": (
             "keep",
@@ -205,10 +206,15 @@ POLICY = Map(
             {name: Word(f"That on {name}.", words.PRECISIONS) for name in words.DEVICES},
         ),
         "ops": Map("Which ops run in which precision.", _OPS),
+        "fixups": Word(
+            "Whether ops in no list that half precision breaks are put right, each in its own way.",
+            words.FIXUPS,
+        ),
         "modules": List("Modules with a precision of their own; the first match wins.", _MODULE),
         "parameters": List("Parameters whose ops stay float32.", _PARAMETER),
         "outputs": Word("The dtype of what leaves the outermost module.", words.OUTPUTS),
         "loss_scale": Map("How the gradients of float16 are scaled.", _LOSS_SCALE),
+        "fallback": Map("What becomes of modules that half precision breaks.", _FALLBACK),
         **_LATER,
     },
 )

@@ -26,6 +26,8 @@ from .speech import Speech
 
 if TYPE_CHECKING:
     from .bootstrap import WhenImported
+    from .fallback import Demotion
+    from .islands import Islands
     from .kernels import Kernels
     from .modules import Rules
     from .overflow import Spoilt
@@ -99,8 +101,16 @@ class Session:
     backwards: Backwards = field(default_factory=Backwards)
     stand_ins: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """Our functions that stand in for builtins of torch, and those builtins (TorchScript asks)."""
+    detours: list[bool] = field(default_factory=list)
+    """Not empty while some thread is in a call whose modules must not be called straight away."""
+    demotions: list[Demotion] = field(default_factory=list)
+    function_devices: weakref.WeakKeyDictionary[type, str] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """By custom Function: on which type of device its forward ran as an island (`functions`)."""
     spoilt: Spoilt = field(init=False)
     modules: Rules = field(init=False)
+    islands: Islands = field(init=False)
     regions: Regions = field(init=False)
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
@@ -116,7 +126,9 @@ class Session:
             self.decisions[device.type] = decision
             if decision.dtype is not None:
                 covers = self.modules.covers if self.policy.parameters else None
-                self.kernels.register(plan.kernels(self.policy, device.type, decision.word, covers))
+                with torch.no_grad():  # nothing that is probed is seen by hooks on saved tensors
+                    kernels = plan.kernels(self.policy, device.type, decision.word, covers)
+                self.kernels.register(kernels)
             self._announce(device.type, decision)
         return decision
 

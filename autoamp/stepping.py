@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 
 from . import overflow
 from .closures import Evaluations, Skip
+from .ranks import least
 from .region import is_compiling
 from .scaling import any_of
 from .session import Backward, Session
@@ -65,6 +66,7 @@ class Gates:
         self.session = session
         session.loss_scale.say = session.speech.notice
         self._holds = session.policy.loss_scale.hold_schedulers
+        self._has_rules = bool(session.policy.modules)  # they may begin and end with steps
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._skipped: WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor | bool]
         self._skipped = WeakKeyDictionary()  # the last step of each, the latest last
@@ -91,6 +93,8 @@ class Gates:
                     return run(step, optimizer, args, kwargs)
                 result = step(optimizer, *args, **kwargs)
                 session.counts.steps += len(local.ids) == 1
+                if self._has_rules:
+                    session.modules.step_ended()
                 return result
             finally:
                 local.ids.discard(id(optimizer))
@@ -101,6 +105,10 @@ class Gates:
 
         vars(gate)["__autoamp_gate__"] = step
         return gate
+
+    def stepped(self) -> dict[torch.optim.Optimizer, int]:
+        """The optimizers that have stepped, and how many backwards there had been by then."""
+        return dict(self._seen.items())
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether its last step was skipped; where only the device knows, the host waits for it.
@@ -128,6 +136,8 @@ class Gates:
         else:
             result, outcome = self._step(step, optimizer, args, kwargs)
         self._end(optimizer, outcome)
+        if self._has_rules:
+            self.session.modules.step_ended()
         return result
 
     def _step(
@@ -141,18 +151,23 @@ class Gates:
         backwards = session.backwards.since(self._seen.get(optimizer, 0)) if session.scales else []
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         is_fused = is_fused and self._reads_flag(step)
-        is_spoilt = session.scales and not is_fused and session.spoilt.owned_by(optimizer)
-        if not backwards and not is_spoilt:
+        is_spoilt, shared = False, []
+        if session.scales and session.backwards.count:
+            shared = overflow.shared_by(optimizer)
+            if not is_fused:
+                is_spoilt = session.spoilt.owned_by(optimizer)
+            elif not backwards:
+                is_spoilt = session.spoilt.flag_for(optimizer) is not False
+        if not backwards and not is_spoilt and not shared:
             return step(optimizer, *args, **kwargs), None
         if is_fused:
             result, outcome = self._step_fused(step, optimizer, backwards, args, kwargs)
-        elif is_spoilt:
+        elif overflow.concerns(optimizer, backwards, session.spoilt, is_spoilt):
             scale = overflow.scale_of(backwards) if backwards else session.backwards.last_scale
-            result, outcome = None, Outcome(True, scale, True)
+            result, outcome = None, Outcome(True, least(scale, shared), True)
             session.speech.info("autoamp: step skipped, its gradients are not finite")
-        elif overflow.concerns(optimizer, backwards, session.spoilt):
-            result, outcome = None, Outcome(True, overflow.scale_of(backwards), True)
-            session.speech.info("autoamp: step skipped, its gradients are not finite")
+        elif not backwards:
+            return step(optimizer, *args, **kwargs), None
         else:
             result = step(optimizer, *args, **kwargs)
             outcome = Outcome(False, backwards[-1][0], False)
@@ -190,9 +205,8 @@ class Gates:
         kwargs: dict[str, Any],
     ) -> tuple[Any, Outcome]:
         """Fused kernels skip by themselves, on the device: they read a flag, and nobody waits."""
-        found_inf = overflow.in_gradients(optimizer)
-        # The kernels compare with one: flags that were added up may be more.
-        found_inf = (found_inf + self.session.spoilt.flag_for(optimizer)).clamp(max=1.0)
+        found_inf = overflow.in_gradients(optimizer, self.session.spoilt.flag_for(optimizer))
+        found_inf = found_inf.clamp(max=1.0)  # kernels compare with one; flags were added up
         if _first_step_needs_the_host(optimizer):
             result = None if found_inf.item() else step(optimizer, *args, **kwargs)
         else:
@@ -203,7 +217,8 @@ class Gates:
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
                 vars(optimizer).update(own)
-        return result, Outcome(found_inf, backwards[-1][0], found_inf)
+        ran_with = backwards[-1][0] if backwards else self.session.backwards.last_scale
+        return result, Outcome(found_inf, ran_with, found_inf)
 
     def _step_with_closure(
         self,

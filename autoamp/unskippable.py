@@ -16,6 +16,7 @@ from weakref import WeakSet, ref
 import torch
 
 from .policy import LossScaleRule
+from .ranks import has_ranks
 from .session import Backward, Session
 
 PATIENCE = 4
@@ -46,8 +47,7 @@ class Owners:
         """Those that are not known to belong to an optimizer."""
         if self._ids.issuperset(map(id, tensors)):
             return []
-        stepped = [reference() for reference in self._session.gates._seen.keyrefs()]
-        self._learn(optimizer for optimizer in (*stepped, *self._found) if optimizer is not None)
+        self._learn((*self._session.gates.stepped(), *self._found))
         return [tensor for tensor in tensors if id(tensor) not in self._ids]
 
     def look(self) -> None:
@@ -148,6 +148,8 @@ class Unheeded:
 
     def note(self, tensors: list[torch.Tensor], mark: int, backward: Backward) -> None:
         """A backward has ended that reached these tensors: the first layers' come last."""
+        if has_ranks():  # others may see other gradients, and all have to keep one scale
+            return
         for tensor in reversed(tensors):
             owner = self._owners.of(tensor)
             if owner is not None and tensor.grad is not None:
@@ -174,13 +176,13 @@ class Unheeded:
 
     def _has_stepped(self, owner: torch.optim.Optimizer, mark: int) -> bool:
         """Whether it has, or another that works on its parameter groups (wrappers, SAM)."""
-        seen = self._session.gates._seen
-        if seen.get(owner, 0) > mark:
+        stepped = self._session.gates.stepped()
+        if stepped.get(owner, 0) > mark:
             return True
         groups = {id(group) for group in owner.param_groups}
         return any(
             count > mark and any(id(group) in groups for group in other.param_groups)
-            for other, count in list(seen.items())
+            for other, count in stepped.items()
         )
 
     def _judge(self, streak: _Streak) -> None:
@@ -191,8 +193,6 @@ class Unheeded:
             del streak.thrown_away[:last_good]
             return
         del streak.thrown_away[: 1 - PATIENCE]
-        if has_ranks():  # they may have seen other gradients, and have to keep one scale
-            return
         self.lower_to(float(scales[-1]) * self._session.loss_scale.rule.backoff)
         self._session.speech.info(
             "autoamp: gradients that are not finite were thrown away; the loss scale falls"
@@ -214,13 +214,3 @@ def _is_gone(streak: _Streak) -> bool:
     if streak.sets_to_zero or streak.length % ROUND == 0:
         streak.sets_to_zero = not tensor.grad.any()
     return streak.sets_to_zero
-
-
-def has_ranks() -> bool:
-    """Whether other processes take part in what runs here."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoamp import hooks, passes
+from autoamp import passes
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 HALF = {"rtol": 5e-3, "atol": 1e-5}
@@ -506,6 +509,52 @@ def test_backward_inside_a_region_runs_without_autocast_and_sees_new_weights(mix
         assert found == pytest.approx(expected, abs=5e-4)
 
 
+@pytest.mark.parametrize("precision", ["float32", "other"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_backward_in_an_island_leaves_no_stale_casts_to_the_region(
+    mixed: Mixed, tmp_path: Path, dtype: str, precision: str
+) -> None:
+    """Weights that change after a backward, at once or later in the region, are seen in it."""
+
+    class Trainer(nn.Module):
+        def forward(self, inner: nn.Module, x: torch.Tensor) -> None:
+            inner.zero_grad()
+            inner(x).float().pow(2).mean().backward()
+            move(inner)
+
+    def move(inner: nn.Module) -> None:
+        with torch.no_grad():
+            for p in inner.parameters():
+                p -= 0.25 * p.grad
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.trainer = net(), Trainer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs = [self.inner(x)]
+            for _ in range(2):
+                self.trainer(self.inner, x)
+                outputs += [self.inner(x)]
+                move(self.inner)
+                outputs += [self.inner(x)]
+            return torch.stack([out.float() for out in outputs])
+
+    model = Outer()
+    expected = in_float32(lambda: model(data()))
+    policy = tmp_path / "island.yaml"
+    word = {"float16": "bfloat16", "bfloat16": "float16"}[dtype]
+    word = word if precision == "other" else precision
+    policy.write_text(f"modules: [{{name: trainer, precision: {word}}}]\n")
+    mixed(str(policy), dtype=dtype)
+    model.inner = net()
+    found = model(data())
+    assert all((a - b).abs().max() > 0.02 for a, b in itertools.pairwise(found))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
+    assert torch.is_autocast_cache_enabled()
+
+
 def test_double_precision_and_complex_leaves_keep_their_dtype(mixed: Mixed) -> None:
     mixed(LOSS_SCALE="1024")
     double = torch.ones(2, dtype=torch.float64, requires_grad=True)
@@ -558,9 +607,7 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_functions_may_mix_their_gradient_with_what_they_saved(
-    mixed: Mixed, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_functions_may_mix_their_gradient_with_what_they_saved(mixed: Mixed, dtype: str) -> None:
     """In float32, whatever they saved: a gradient of 2^-24 does not vanish."""
 
     def run() -> list[torch.Tensor]:
@@ -569,10 +616,7 @@ def test_functions_may_mix_their_gradient_with_what_they_saved(
         return gradients(model)
 
     expected = in_float32(run)
-    session = mixed(dtype=dtype)
-    if dtype == "bfloat16":  # the patch is there for FP16 only
-        function = torch.autograd.function.BackwardCFunction
-        monkeypatch.setattr(function, "apply", hooks.function_backward(function.apply, session))
+    mixed(dtype=dtype)
     seen_by_functions.clear()
     torch.testing.assert_close(run(), expected, rtol=2e-2, atol=1e-11)
     assert seen_by_functions == [(torch.float32, getattr(torch, dtype))]
@@ -581,9 +625,7 @@ def test_functions_may_mix_their_gradient_with_what_they_saved(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_hooks_may_multiply_gradients_and_activations(
-    mixed: Mixed, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_hooks_may_multiply_gradients_and_activations(mixed: Mixed, dtype: str) -> None:
     """Second-order optimizers: curvature from what a layer got and what came back."""
 
     def run() -> torch.Tensor:
@@ -596,19 +638,14 @@ def test_hooks_may_multiply_gradients_and_activations(
         return kept[1]
 
     expected = in_float32(run)
-    session = mixed(dtype=dtype)
-    if dtype == "bfloat16":
-        original = nn.Module._get_backward_hooks
-        patched = hooks.module_backward_hooks(original, session)
-        monkeypatch.setattr(nn.Module, "_get_backward_hooks", patched)
+    mixed(dtype=dtype)
     found = run()
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
 
 
 def test_hooks_under_bfloat16_get_float32_and_may_change_it(mixed: Mixed) -> None:
-    session = mixed(dtype="bfloat16")
-    register = hooks.tensor_hook(torch.Tensor.register_hook, session)
+    mixed(dtype="bfloat16")
     seen = []
 
     def clamp(grad: torch.Tensor) -> torch.Tensor:
@@ -624,11 +661,60 @@ def test_hooks_under_bfloat16_get_float32_and_may_change_it(mixed: Mixed) -> Non
     model[0].register_forward_hook(lambda module, args, out: kept.append(out))
     out = model(torch.ones(1, 2))
     assert kept[0].dtype is torch.bfloat16
-    register(kept[0], clamp)
-    register(kept[0], double_in_place)
+    kept[0].register_hook(clamp)
+    kept[0].register_hook(double_in_place)
     out.sum().backward()
     assert [value.tolist() for value in seen] == [[[1.0, 1.0]]]
     assert model[0].weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_post_accumulate_hooks_under_bfloat16_multiply_gradients_and_activations(
+    mixed: Mixed,
+) -> None:
+    """And may step there, with no scale to be told."""
+
+    def run() -> list[torch.Tensor]:
+        model, kept = net(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(weight: torch.Tensor) -> None:
+            found.append(weight.grad @ kept[0].t())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        found: list[torch.Tensor] = []
+        model[2].register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
+        model[2].weight.register_post_accumulate_grad_hook(step)
+        loss_of(model).backward()
+        return [*found, model[2].weight.detach()]
+
+    expected = in_float32(run)
+    session = mixed(dtype="bfloat16")
+    found = run()
+    assert found[0].dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+    assert session.counts.steps == 1
+    assert session.backwards.count == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_backward_without_hooks_costs_nothing_for_them(mixed: Mixed, dtype: str) -> None:
+    mixed(dtype=dtype)
+    model = net()
+    loss = loss_of(model)
+    rooms: set[str] = set()
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        rooms.add(frame.f_globals.get("__name__", ""))
+
+    sys.setprofile(note)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+    assert "autoamp.backward" in rooms
+    assert "autoamp.hooks" not in rooms
+    assert ("autoamp.passes" in rooms) or dtype == "bfloat16"
 
 
 def test_functions_of_torch_serve_as_hooks_of_the_script(mixed: Mixed) -> None:

@@ -19,6 +19,8 @@ WITHOUT_TORCH = {"__init__", "__main__", "bootstrap", "errors", "settings", "pol
 WITHOUT_TORCH |= {"grammar", "opnames", "oprules", "reading", "schema", "sections", "spelling"}
 WITHOUT_TORCH |= {
     "policycli",
+    "learned",
+    "reportcli",
     "policytext",
     "resolution",
     "yamlnodes",

@@ -277,7 +277,8 @@ class Model(torch.nn.Module):
         return y, torch.ones((), dtype=y.dtype).element_size() * torch.ones((), dtype=torch.int64)
 print(int(torch.compile(Model())(torch.ones(2, 64))[1]))
 """
-    variables = {"AUTO_MIXED_PRECISION_DTYPE": "bfloat16", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    cache = str(tmp_path / "cache")  # in a folder of its own: Python would import what it holds
+    variables = {"AUTO_MIXED_PRECISION_DTYPE": "bfloat16", "TORCHINDUCTOR_CACHE_DIR": cache}
     for policy, size in (("torch", 2), ("./mine.yaml", 4), ("torch", 2)):
         done = run_python(script, AUTO_MIXED_PRECISION=policy, **variables)
         assert done.stdout == f"{size}\n", done.stderr

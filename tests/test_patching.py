@@ -102,9 +102,10 @@ def small() -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_target_is_the_original_again_after_disable(mixed, dtype):
+@pytest.mark.parametrize("policy", ["torch", "default"])
+def test_every_target_is_the_original_again_after_disable(mixed, dtype, policy):
     before = snapshot()
-    session = mixed(dtype=dtype)
+    session = mixed(policy, dtype)
     during = snapshot()
     applied = [e.target for e in session.ledger.entries if e.outcome == "applied"]
     assert [name for name in differences(before, during) if ":" in name] == applied
@@ -301,6 +302,10 @@ def test_presence_and_kind_come_back_with_the_value():
         def still():
             return "still"
 
+        @classmethod
+        def of_class(cls):
+            return cls.__name__
+
     class Child(Base):
         @staticmethod
         def still():
@@ -310,9 +315,24 @@ def test_presence_and_kind_come_back_with_the_value():
     ledger = Ledger()
     ledger.replace(Child, "inherited", lambda self: "ours")
     ledger.replace(Child, "still", lambda: "ours")
+    ledger.replace(Child, "of_class", lambda cls: f"our {cls.__name__}")
+    ledger.replace(Base, "of_class", lambda cls: f"the {cls.__name__}", "a:target")
     assert (Child().inherited(), Child().still(), Child.still()) == ("ours", "ours", "ours")
+    assert (Child.of_class(), Child().of_class(), Base.of_class()) == (
+        "our Child",
+        "our Child",
+        "the Base",
+    )
+    assert ledger.replaced_since() == []
+    ledger.lift("a:target")
+    assert Base.of_class() == "Base"
+    ledger.lower("a:target")
+    assert Base.of_class() == "the Base"
     assert ledger.restore() == []
+    assert Base.of_class() == "Base"
     assert "inherited" not in vars(Child)
+    assert "of_class" not in vars(Child)
+    assert isinstance(vars(Base)["of_class"], classmethod)
     assert dict(vars(Child)) == before
     assert isinstance(vars(Child)["still"], staticmethod)
 
@@ -374,9 +394,10 @@ def test_nothing_is_reported_where_nobody_replaced_anything(mixed):
 # --- dressed as the original ---------------------------------------------------------------------
 
 
-def test_a_replacement_has_name_place_doc_and_signature_of_the_original(mixed):
+@pytest.mark.parametrize("policy", ["torch", "default"])
+def test_a_replacement_has_name_place_doc_and_signature_of_the_original(mixed, policy):
     before = snapshot()
-    session = mixed()
+    session = mixed(policy)
     for entry in session.ledger.entries:
         if entry.outcome != "applied":
             continue
@@ -385,12 +406,13 @@ def test_a_replacement_has_name_place_doc_and_signature_of_the_original(mixed):
         if original is ABSENT:  # it lives on a base class
             original = getattr(owner.__mro__[1], name)
         original = getattr(original, "__func__", original)
+        ours = getattr(ours, "__func__", ours)
         assert inspect.isfunction(ours), entry.target
         assert ours.__wrapped__ is original
         assert ours.__doc__ == original.__doc__
-        assert ours.__name__ == original.__name__
         assert ours.__qualname__.rpartition(".")[2] == ours.__name__
         if inspect.isclass(owner):
+            assert ours.__name__ == original.__name__
             assert ours.__qualname__ == original.__qualname__
             assert ours.__module__ == owner.__module__
         else:

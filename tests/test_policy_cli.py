@@ -151,6 +151,7 @@ def test_show_prints_one_file_with_the_place_of_each_rule(main):
         "  # team.yaml:7:12\n"
         "  operands: any\n"
         "  results: keep\n"
+        'fixups: "off"\n'
         "modules:\n"
         '  - {name: "decoder.*.attn", precision: float32, steps: {to: 1000}}  # team.yaml:9:5\n'
         "parameters:\n"
@@ -161,7 +162,9 @@ def test_show_prints_one_file_with_the_place_of_each_rule(main):
         "loss_scale: {mode: dynamic, init: 65536, growth: 2, backoff: 0.5, interval: 2000, "
         "hysteresis: 1, min: 0, max: .inf"
     )
-    assert after == "fallback:\n  on_error: float32  # team.yaml:11:22\n"
+    assert after == (
+        "fallback: {on_error: float32, on_overflow: keep, inspect: false, patience: 3}\n"
+    )
 
 
 def test_show_names_the_shipped_file_that_a_rule_comes_from(main, tmp_path):
@@ -194,9 +197,9 @@ def test_show_as_data_has_every_rule_in_order_with_its_origin(main, tmp_path):
         },
     ]
     assert said["loss_scale"]["max"] is None
-    assert said["not_yet"] == [
-        {"what": "fallback.on_error", "value": "float32", "origin": f"{file}:11:22"}
-    ]
+    assert said["fixups"] == "off"
+    assert said["fallback"]["on_error"] == "float32"
+    assert said["not_yet"] == []
 
 
 def test_data_hold_no_numbers_that_json_lacks(main, tmp_path):
@@ -361,6 +364,7 @@ POLICY = st.builds(
         | st.just(ParameterRule("f.yaml:6:6", regex=r"a#b: \d+\\ '\"")),
         max_size=3,
     ).map(tuple),
+    fixups=st.sampled_from(["on", "off"]),
     outputs=st.sampled_from(["float32", "keep"]),
     loss_scale=st.builds(
         LossScaleRule,
@@ -377,8 +381,8 @@ POLICY = st.builds(
     not_yet=st.sets(
         st.sampled_from(
             (
-                "/a: b.yaml:1:2: fallback.on_error: float32 is not carried out by this version",
-                "/a: b.yaml:2:2: fallback.patience: 7 is not carried out by this version",
+                "/a: b.yaml:1:2: performance.optimizer: fused is not carried out by this version",
+                "/a: b.yaml:2:2: performance.stand_down: auto is not carried out by this version",
                 "/b.yaml:1:2: distributed.gradients: half is not carried out by this version",
             )
         )
@@ -622,7 +626,7 @@ def test_explain_says_what_its_figures_rest_on(main):
         "parameters": ['regex "emb.*": float32 (team.yaml:10:14)'],
         "outputs": ["float32"],
         "loss scale": ["static, 128"],
-        "not yet": ["fallback.on_error: float32 (team.yaml:11:22)"],
+        "fallback": ["on_error float32, on_overflow keep, inspect false, patience 3"],
     }
 
 

@@ -60,7 +60,11 @@ def test_a_shipped_policy_is_what_its_file_says(name):
     devices, loss_scale = SHIPPED[name]
     source = str(policyfile.shipped()[name])
     expected = Policy(name, source, devices, loss_scale=loss_scale)
-    assert replace(policyfile.load(name), ops=(), base=expected.base) == expected
+    read = policyfile.load(name)
+    assert replace(read, ops=(), base=expected.base, fixups="off", fallback=Policy().fallback) == (
+        expected
+    )
+    assert read.fixups == ("off" if name == "torch" else "on")
 
 
 def test_the_default_policy_runs_float16_by_the_lists_of_cuda_on_every_device():
@@ -70,6 +74,19 @@ def test_the_default_policy_runs_float16_by_the_lists_of_cuda_on_every_device():
 def test_a_policy_that_says_nothing_is_the_one_in_torch_yaml():
     read = policyfile.load("torch")
     assert replace(read, name="", source="") == Policy()
+
+
+@pytest.mark.parametrize("name", sorted({*SHIPPED, *OTHERS}))
+def test_policies_that_only_imitate_have_no_fixups(name):
+    repairs = name in ("default", "fp16", "bf16", "safe", "fast")
+    assert policyfile.load(name).fixups == ("on" if repairs else "off")
+
+
+def test_fixups_are_inherited_and_can_be_said_anew(mine):
+    assert mine("extends: default").fixups == "on"
+    assert mine("extends: [default, tensorflow]").fixups == "on"
+    assert mine("extends: default\nfixups: off").fixups == "off"
+    assert mine("fixups: on").fixups == "on"
 
 
 def test_the_loss_scale_of_policy_torch_is_that_of_grad_scaler():
@@ -444,14 +461,10 @@ def test_a_long_chain_of_files_is_refused(tmp_path):
 # --- what a later version does -------------------------------------------------------------------
 
 LATER_DEFAULTS = (
-    "fallback: {on_error: raise, on_overflow: keep, patience: 3}\n"
     "performance: {memory_format: keep, optimizer: keep, float32_matmul: keep, stand_down: off}\n"
     "distributed: {gradients: keep}\n"
 )
 LATER_OTHERS = {
-    "fallback.on_error": "float32",
-    "fallback.on_overflow": "float32",
-    "fallback.patience": "1",
     "performance.memory_format": "channels_last",
     "performance.optimizer": "fused",
     "performance.float32_matmul": "high",
@@ -567,8 +580,8 @@ MISTAKES = {
     ),
     "unknown key far from all": (
         "zzz: 1",
-        "1:1: unknown key 'zzz'. Use one of: extends, devices, ops, modules, parameters, outputs, "
-        "loss_scale, fallback, performance, distributed.",
+        "1:1: unknown key 'zzz'. Use one of: extends, devices, ops, fixups, modules, parameters, "
+        "outputs, loss_scale, fallback, performance, distributed.",
     ),
     "unknown key inside": (
         "loss_scale:\n  mode: static\n  intervall: 5",

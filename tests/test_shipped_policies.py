@@ -407,6 +407,10 @@ def test_linear_algebra_and_spectra_have_no_half_kernels_and_run_in_float32(name
 # --- the default ---------------------------------------------------------------------------------
 
 ANTIALIASED = {"_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"}
+WARNED_OF = {"rms_norm"}
+"""On the CPU in bfloat16, where torch warns; on CUDA it is in torch's own list."""
+FIXED = {"einsum", "lstm", "masked_fill", "mean", "where"}
+"""Ops with a fix-up: of some of their overloads, or for some operands."""
 HOT = (
     "add sub mul div neg relu relu6 leaky_relu gelu silu mish sigmoid tanh hardswish dropout "
     "layer_norm native_layer_norm rms_norm group_norm batch_norm instance_norm softmax "
@@ -420,7 +424,7 @@ HOT = (
 
 @pytest.mark.parametrize("name", ["default", "fp16", "bf16"])
 def test_the_default_does_not_name_what_models_are_made_of(name: str) -> None:
-    assert aten(HOT) & set(lists(name)) == ANTIALIASED
+    assert aten(HOT) & set(lists(name)) == ANTIALIASED | WARNED_OF
 
 
 @pytest.mark.parametrize(
@@ -428,9 +432,12 @@ def test_the_default_does_not_name_what_models_are_made_of(name: str) -> None:
 )
 def test_in_typical_models_the_default_runs_torchs_kernels(device: str, dtype: str) -> None:
     kernels = plan.kernels(policyfile.load("default"), device, dtype)
-    ours = {kernel.op.partition(".")[0] for kernel in kernels}
+    # Forms that write to an `out` are not what models are made of.
+    ours = {op for op, _, which in (k.op.partition(".") for k in kernels) if "out" not in which}
     assert "square" in ours
-    assert (aten(HOT) - ANTIALIASED) & ours == set()
+    rare = ANTIALIASED | FIXED | (WARNED_OF if device == "cpu" else set())
+    assert (aten(HOT) - rare) & ours == set()
+    assert "mean.dim" not in {kernel.op for kernel in kernels}
 
 
 def test_every_op_of_the_default_differs_from_torchs_list_somewhere() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.modules import Rules
 
 Mixed = Callable[..., Any]
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -314,6 +315,39 @@ def test_bfloat16_steps_are_counted_and_never_skipped(mixed: Mixed) -> None:
     mixed(dtype="bfloat16")
     train(OPTIMIZERS["Adam"], steps=4)
     assert autoamp.status()["steps"] == {"taken": 4, "skipped": 0}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rules_hear_of_each_step_also_where_no_region_opens(
+    mixed: Mixed, tmp_path: Any, dtype: str
+) -> None:
+    """Compiled code guards on the phase and opens no region of its own: the step has to tell it."""
+    rule = "modules: [{name: '*', precision: float32, steps: {from: 2, to: 4}}]"
+    (tmp_path / "steps.yaml").write_text(rule)
+    session = mixed(str(tmp_path / "steps.yaml"), dtype=dtype)
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    phases = []
+    for spoilt in (False, True, False, False, False):
+        optimizer.zero_grad()
+        (model.weight.sum() * (float("inf") if spoilt else 1.0)).backward()
+        optimizer.step()
+        phases.append(session.modules.phase)
+    assert phases == ["0", "1", "1", "2", "2"]
+    skipped = {"float16": 1, "bfloat16": 0}[dtype]
+    assert autoamp.status()["steps"] == {"taken": 5 - skipped, "skipped": skipped}
+
+
+def test_a_step_is_not_told_to_a_policy_without_rules(
+    mixed: Mixed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(Rules, "step_ended", lambda self: told.append(True))
+    for dtype in ("float16", "bfloat16"):
+        mixed(dtype=dtype)
+        train(OPTIMIZERS["Adam"])
+    assert told == []
 
 
 def test_the_script_s_own_grad_scaler_owns_the_scaling(mixed: Mixed) -> None:

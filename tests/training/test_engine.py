@@ -40,8 +40,6 @@ STEPS = {
 }
 """The patterns that train, and how many steps their optimizers are asked for."""
 TWINS = ("e_arguments", "e_checkpoints", "e_hooks", "e_maml", "e_offload", "e_pinn")
-ONLY_SCALED = ("e_functions", "e_recompute")
-"""Patterns with custom Functions that only the patches for FP16 reach."""
 UNSCALED = ("e_functional", "e_hessian_products")
 """Patterns in which gradients are returned, and no optimizer could skip."""
 
@@ -99,12 +97,7 @@ def test_gradient_penalties_equal_torchs_recipe_where_that_is_finite(
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        (name, mode)
-        for name in sorted(STEPS.keys() - {"e_gradient_penalty"})
-        for mode in HALF
-        if mode == "float16" or name not in ONLY_SCALED
-    ],
+    [(name, mode) for name in sorted(STEPS.keys() - {"e_gradient_penalty"}) for mode in HALF],
 )
 def test_a_pattern_agrees_with_float32(mixed: Mixed, tmp_path: Path, name: str, mode: str) -> None:
     reference = plain(name)

@@ -77,10 +77,11 @@ def test_clipping_by_value_equals_its_twin(mixed: Mixed, tmp_path: Path, mode: s
 # --- left for a later step -----------------------------------------------------------------------
 
 
-def test_a_second_step_after_one_backward_is_gated_too(mixed: Mixed) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_step_after_one_backward_is_gated_too(mixed: Mixed, fused: bool) -> None:
     session = mixed()
     model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     session.loss_scale.load({"scale": 2.0**30})
     backward(model)
     for _ in range(2):

@@ -1,0 +1,75 @@
+"""Weights that a script edits inside an open region: the next op in it has to see them.
+
+Torch keeps its casts of weights until the outermost context ends, and does not look whether the
+weights are still the same. A training loop in a module is seen to by its backward and step; here is
+the rest: weights change where gradients are switched off, or in functions of torch that assign
+``.data``. What a script assigns to ``.data`` itself is seen by nobody: docs/limits.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .kernels import FULL, Local
+from .session import Session
+
+is_compiling = torch.compiler.is_dynamo_compiling
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+
+
+def grad_mode_set(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`torch.set_grad_enabled(mode)`, which is also how `torch.no_grad` begins and ends."""
+    local = session.local
+
+    def __init__(self: Any, mode: bool) -> None:  # noqa: N807
+        original(self, mode)
+        if local.region is not None:
+            _follow_grad_mode(local)
+
+    return __init__
+
+
+def block_left(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The end of a ``with`` block in which gradients were off."""
+    local = session.local
+
+    def __exit__(self: Any, exc_type: Any, exc_value: Any, traceback: Any) -> None:  # noqa: N807
+        original(self, exc_type, exc_value, traceback)
+        if local.region is not None:
+            _follow_grad_mode(local)
+
+    return __exit__
+
+
+def edit(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A function that assigns new values to weights, and refuses those that a cast refers to."""
+    local = session.local
+
+    def assign(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and local.region is not None:
+            torch.clear_autocast_cache()
+        return original(*args, **kwargs)
+
+    return assign
+
+
+def _follow_grad_mode(local: Local) -> None:
+    """Keep casts while gradients are recorded: with them off, weights may change at any moment.
+
+    It is in the words that a backward uses (`Local.uncached`), so that islands and the end of the
+    region do the right thing. A region that opened with gradients off keeps casts until the script
+    switches them for the first time.
+    """
+    if local.precision not in FULL and not torch.is_autocast_enabled(local.region):
+        return  # in front of a dispatch mode, where torch may hold the lock of its cast cache
+    torch.clear_autocast_cache()
+    if not torch.is_grad_enabled():
+        if not local.uncached:
+            local.uncached, local.paused = True, torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+    elif local.paused is not None:
+        torch.set_autocast_cache_enabled(local.paused)
+        local.uncached, local.paused = False, None

@@ -1,0 +1,411 @@
+"""Modules that half precision breaks run again in float32, and stay there: they are demoted.
+
+The smallest piece first: a module's own code in float32 while the modules that it calls stay as
+they are; then all below it; then the module that called it, up to the outermost one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .inspection import Finding, Probe, all_finite, none_is_spoilt, quietly
+from .kernels import FULL
+from .naming import Named, collect_names
+from .ranks import has_ranks
+from .report import demotion_line
+
+if TYPE_CHECKING:
+    from .islands import Islands
+    from .session import Session
+
+Module = torch.nn.Module
+MAX_CLASSES = 8
+"""Of calls of one root, by shapes and modes: more are not looked at."""
+MAX_FAILURES = 16
+"""Of attempts to help, in one call of a root: then the error is raised as it is."""
+MAX_LINES = 8
+"""Of demotions that are said; the report has all."""
+
+_PRECISION = re.compile(
+    r"half|float|dtype|scalar type|data ?type|same type|precision|overflow|finite|\binf\b|\bnan\b"
+    r"|powers? of two|not implemented for|cannot be cast|can't be cast|16F|constraint|probabilit"
+    r"|positive|definite|singular|converge",
+    re.IGNORECASE,
+)
+"""What errors say that half precision may be the reason of."""
+_KINDS = (RuntimeError, TypeError, ValueError, ArithmeticError)
+_ASSERTIONS = (AssertionError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+"""Errors that a script, or torch for it, raises where numbers are not what they should be."""
+_NEVER = (torch.cuda.OutOfMemoryError, RecursionError)
+
+_current_graph_task_id = torch._C._current_graph_task_id
+
+
+@dataclass(frozen=True, slots=True)
+class Demotion:
+    """A module that runs in float32 because half precision broke it.
+
+    `module` is its name below the root, empty for the root itself; `below` tells whether all that
+    it calls is float32 too; `where` is ``file:line`` of the script, `step` the number of optimizer
+    steps before.
+    """
+
+    module: str
+    type: str
+    below: bool
+    cause: str
+    where: str
+    step: int
+
+
+class Fallback:
+    """What one session does about modules that half precision breaks."""
+
+    def __init__(self, session: Session, islands: Islands) -> None:
+        self.session = session
+        self.islands = islands
+        self.rule = session.policy.fallback
+        self._local = session.local
+        self._seen: dict[int, set[tuple[Any, ...]]] = session.modules.new_table()
+        self._hopeless: set[tuple[type, str]] = set()
+        self._looks_for_overflow = self._has_given_up = False
+        if self.rule.on_overflow == "float32":
+            session.loss_scale.watch_skips(self.rule.patience, self.look_for_overflow)
+
+    # Asked by the calls of modules
+
+    def may_cure(self, error: BaseException) -> bool:
+        """Whether float32 may help the module call that has raised this in a region of ours."""
+        local = self._local
+        return (
+            local.region is not None
+            and _current_graph_task_id() == -1
+            and (local.watch is not None or _checkpoint_frame() is None)
+            and torch.is_autocast_enabled(local.region)
+            and _nesting() == 1
+            and (isinstance(error, Finding) or self._is_about_precision(error))
+        )
+
+    def is_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a root is called with shapes and in a mode in which it never was."""
+        if not (self.rule.inspect or self._looks_for_overflow):
+            return False
+        module = args[0]
+        key: list[Any] = [module.training, torch.is_grad_enabled()]
+        for value in (*args[1:], *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                key.append((value.dtype, value.dim(), value.numel().bit_length()))
+        seen = self._seen.get(id(module))
+        if seen is None:
+            self.session.modules.remember(module)
+            seen = self._seen[id(module)] = set()
+        if (known := tuple(key)) in seen or len(seen) >= MAX_CLASSES:
+            return False
+        seen.add(known)
+        return not _is_opaque(module) and torch._C._len_torch_dispatch_stack() == 0 and _is_plain()
+
+    def helped(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module call, and in float32 if it raises because of half precision."""
+        try:
+            return run(args, kwargs)
+        except Exception as error:
+            if not self.may_cure(error):
+                raise
+            trouble = error
+        return self.again(trouble, args, kwargs)
+
+    def watched(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of a root under the probe: what it finds is helped in the same call."""
+        local, detours = self._local, self.session.detours
+        watch = local.watch = _Watch(local.region)
+        detours.append(True)
+        before = watch.snapshot(args[0])
+        demotions = len(self.session.demotions)
+        try:
+            with Probe(local.region, self._is_looking):
+                result = self.attempt(run, args, kwargs)
+        except Finding:
+            before.restore()
+            result = None
+        else:
+            self._has_looked(args, kwargs, result, demotions)
+            return result
+        finally:
+            local.watch = None
+            detours.pop()
+        return run(args, kwargs)
+
+    def attempt(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module call while a root is watched."""
+        module, watch = args[0], self._local.watch
+        before = watch.snapshot(module)
+        try:
+            with _disable_current_modes() if _is_opaque(module) else _NOTHING:
+                result = run(args, kwargs)
+        except (Exception, Finding) as error:
+            if not self.may_cure(error):
+                raise
+            trouble: BaseException = error
+        else:
+            if not self._is_spoilt(args, kwargs, result):
+                return result
+            trouble = _NotFinite("its result is not finite, its arguments are")
+        try:
+            return self.again(trouble, args, kwargs, before)
+        except _NotFinite:  # in float32 neither
+            watch.is_in_doubt = True
+            return result
+
+    def look_for_overflow(self) -> None:
+        """Steps are skipped again and again: the next calls of roots are watched."""
+        self._looks_for_overflow = True
+        self._seen.clear()
+
+    def again(
+        self,
+        error: BaseException,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: _Snapshot | None = None,
+    ) -> Any:
+        """The call (module, *its arguments) once more, in float32 as far as it takes.
+
+        Raises:
+            the error: float32 does not help either.
+        """
+        module, rules = args[0], self.session.modules
+        was = rules.demoted(module)
+        for below in self._stages(module, was):
+            if before is not None:
+                before.restore()
+            rules.demote(module, below)
+            try:
+                result = self.islands.call_demoted(args, kwargs)
+            except (Exception, Finding):  # noqa: BLE001 - what is raised in the end is the first error
+                self._local.failures += 1
+                continue
+            if isinstance(error, _NotFinite) and not none_is_spoilt(result):
+                continue
+            self._note(module, below, error)
+            return result
+        rules.demote(module, was)
+        if module is self._local.root and not isinstance(error, Finding):
+            self._hopeless.add((type(error), str(error)))
+        raise error
+
+    # How it is done
+
+    def _stages(self, module: Module, was: bool | None) -> tuple[bool, ...]:
+        if was or self._local.failures >= MAX_FAILURES:
+            return ()
+        return (True,) if was is False or not _calls_modules(module) else (False, True)
+
+    def _is_about_precision(self, error: BaseException) -> bool:
+        if self.rule.on_error != "float32" or isinstance(error, _NEVER):
+            return False
+        if not isinstance(error, (*_KINDS, *_ASSERTIONS)) or _is_of_the_compiler(error):
+            return False
+        if self._local.failures >= MAX_FAILURES or (type(error), str(error)) in self._hopeless:
+            return False
+        return isinstance(error, _ASSERTIONS) or _PRECISION.search(str(error)) is not None
+
+    def _is_looking(self) -> bool:
+        """Whether the op that the probe sees is a forward's, in lower precision and our region.
+
+        Not asked of torch: in front of a dispatch mode autocast is off.
+        """
+        is_lower = self._local.precision not in FULL and _nesting() == 1
+        return is_lower and _current_graph_task_id() == -1
+
+    def _is_spoilt(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Whether a result is not finite though what it was made from is.
+
+        Where float32 did not help the first module that this is true of, only the root is asked.
+        """
+        is_root = args[0] is self._local.root
+        if self._local.watch.is_in_doubt and not is_root:
+            return False
+        if not torch.is_autocast_enabled(self._local.region) or _nesting() != 1:
+            return False
+        with _disable_current_modes(), quietly():
+            return not none_is_spoilt(result) and all_finite((args[1:], kwargs))
+
+    def _has_looked(self, args: Any, kwargs: Any, result: Any, demotions: int) -> None:
+        """What the look for overflows has come to."""
+        if not self._looks_for_overflow:
+            return
+        scale = self.session.loss_scale
+        if len(self.session.demotions) > demotions:
+            self._looks_for_overflow = False
+            if not has_ranks():
+                scale.restore()
+        elif scale.is_at_floor() and not self.session.modules.demoted(args[0]):
+            self._looks_for_overflow = False
+            if all_finite(result):
+                self.session.modules.demote(args[0], True)
+                self._note(args[0], True, Finding("gradients overflow at the least loss scale"))
+            elif not self._has_given_up:
+                self._has_given_up = True
+                self.session.speech.notice(
+                    "autoamp: the results of the model are not finite, in float32 neither; look "
+                    "for inf and nan in its parameters and in the data"
+                )
+
+    def _note(self, module: Module, below: bool, error: BaseException) -> None:
+        """Say and keep that a module stays in float32."""
+        session, root = self.session, self._local.root
+        found: Named = {}
+        if root is not None:
+            collect_names(root, found)
+        names = found.get(id(module), (module, {type(module).__name__}))[1]
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        steps = session.modules.steps()
+        where = _place(error)
+        demotion = Demotion(min(names), type(module).__name__, below, cause, where, steps)
+        session.demotions.append(demotion)
+        if len(session.demotions) <= MAX_LINES:
+            session.speech.notice(f"autoamp: {demotion_line(asdict(demotion))}")
+        elif len(session.demotions) == MAX_LINES + 1:
+            session.speech.notice("autoamp: more modules run in float32; the report names all")
+
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""A call of a module: ((module, *its arguments), those by keyword)."""
+
+
+class _NotFinite(Finding):
+    """A module's result is not finite; whether half precision is the reason has to be tried."""
+
+
+_NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
+
+
+class _Watch:
+    """One call of a root that is watched: what it has changed so far."""
+
+    def __init__(self, device_type: str) -> None:
+        self.is_in_doubt = False
+        self._device_type = device_type
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def snapshot(self, module: Module) -> _Snapshot:
+        """What a call of this module may change besides its results."""
+        buffers = []
+        with _disable_current_modes(), quietly():
+            for part in module.modules():
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and not torch.nn.parameter.is_lazy(buffer):
+                        buffers.append((part, name, buffer, self._copy(buffer)))
+        return _Snapshot(buffers, list(_random_states(self._device_type)), _checkpoint_frame())
+
+    def _copy(self, buffer: torch.Tensor) -> torch.Tensor:
+        version = -1 if buffer.is_inference() else buffer._version
+        known = self._copies.get(id(buffer))
+        if known is None or known[1] != version or version == -1:
+            known = self._copies[id(buffer)] = buffer, version, buffer.clone()
+        return known[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """Buffers, random states and what an open checkpoint has noted, at one moment."""
+
+    buffers: list[tuple[Module, str, torch.Tensor, torch.Tensor]]
+    states: list[tuple[Callable[[Any], Any], Any]]
+    checkpoint: tuple[Any, int] | None
+
+    def restore(self) -> None:
+        """Have them as they were."""
+        with _disable_current_modes(), quietly():
+            for module, name, buffer, copy in self.buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
+            for put, state in self.states:
+                put(state)
+        if self.checkpoint is not None:
+            frame, count = self.checkpoint
+            del frame.weak_holders[count:]
+            del frame.x_metadatas[count:]
+
+
+def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    yield torch.set_rng_state, torch.get_rng_state()
+    if device_type != "cpu":
+        device = torch.get_device_module(device_type)
+        yield device.set_rng_state, device.get_rng_state()
+    yield random.setstate, random.getstate()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random.set_state, numpy.random.get_state()
+
+
+def _checkpoint_frame() -> tuple[Any, int] | None:
+    """The checkpoint in whose forward this is, and how many tensors it has noted."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack: Any = hooks[0] if hooks else None
+    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return None
+    frame = pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
+    return frame, len(frame.weak_holders)
+
+
+def _is_of_the_compiler(error: BaseException) -> bool:
+    """Whether torch.compile has raised this for itself, not for an op that it traced."""
+    kind = type(error)
+    return kind.__module__ == "torch._dynamo.exc" and kind.__name__ != "TorchRuntimeError"
+
+
+def _calls_modules(module: Module) -> bool:
+    return any(child is not None for child in module._modules.values())
+
+
+def _is_opaque(module: Module) -> bool:
+    """Whether a module runs compiled code, into which no probe looks."""
+    kind = type(module)
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or kind.__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def _is_plain() -> bool:
+    """Whether nothing captures or transforms what runs here."""
+    if _cuda_is_up() and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+_cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
+
+
+def _nesting() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+_OURS = os.path.dirname(__file__) + os.sep
+_TORCHS = os.path.dirname(torch.__file__) + os.sep
+
+
+def _place(error: BaseException) -> str:
+    """``file:line`` of the script's innermost frame that an error came through."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code: types.CodeType = trace.tb_frame.f_code
+        if not code.co_filename.startswith((_OURS, _TORCHS, "<")):
+            found = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

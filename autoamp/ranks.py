@@ -1,0 +1,115 @@
+"""Several processes that train one model: what they write into gradients beyond the local graph,
+and one answer of all where each sees a part.
+
+Where every rank holds whole gradients (`DistributedDataParallel`), reducing them spreads what is
+not finite. Where a rank holds shards (`fully_shard`, other DTensors), the ranks ask each other once
+a step, and never in a backward: one that raises there must not wait for the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import distributed as data_parallel
+
+_distributed = torch.distributed
+_is_up = getattr(_distributed, "is_initialized", lambda: False)
+_Sink: Any = data_parallel._DDPSink._backward_cls
+
+
+def has_ranks() -> bool:
+    """Whether other processes take part in what runs here."""
+    return bool(_is_up()) and _distributed.get_world_size() > 1
+
+
+def beyond(leaves: list[torch.Tensor], nodes: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors whose ``.grad`` is written although this backward's graph does not hold them.
+
+    A reducer that looks for unused parameters writes those that other ranks have used. The graph
+    of a sharded model holds its gathered parameters; the optimizer has the shards.
+    """
+    if not _is_up():
+        return []
+    known = set(map(id, leaves))
+    modules = {id(node.ddp_weakref): node.ddp_weakref() for node in nodes if type(node) is _Sink}
+    written = [p for module in modules.values() if module is not None for p in module.parameters()]
+    written += _shards(known)
+    return list({id(p): p for p in written if p.requires_grad and id(p) not in known}.values())
+
+
+def _shards(reached: set[int]) -> list[torch.Tensor]:
+    """The shards of the trees of `fully_shard` modules that a backward has reached."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    trees: dict[int, list[Any]] = {}
+    for reference in list(states._module_state_mapping.values()) if states is not None else ():
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # older torch: one of them, or none
+            groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
+        for group in groups:
+            trees.setdefault(id(state._state_ctx), []).extend(group.fsdp_params)
+    return [
+        part.sharded_param
+        for parts in trees.values()
+        if any(id(getattr(part, "_unsharded_param", None)) in reached for part in parts)
+        for part in parts
+    ]
+
+
+def local_values(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of shards, what this rank holds; others are what they are."""
+    kind = _sharded_kind()
+    if kind is None:
+        return tensors
+    return [tensor._local_tensor if isinstance(tensor, kind) else tensor for tensor in tensors]
+
+
+class Group(NamedTuple):
+    """A process group that shares one model, and the type of device that it reduces on."""
+
+    ranks: Any
+    device_type: str
+
+
+def groups_of(tensors: Iterable[torch.Tensor]) -> list[Group]:
+    """The groups over which the shards among these tensors are spread."""
+    kind = _sharded_kind()
+    if kind is None:
+        return []
+    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, kind)}
+    return [
+        Group(ranks, mesh.device_type)
+        for mesh in meshes.values()
+        for ranks in mesh.get_all_groups()
+    ]
+
+
+def agreed(flag: torch.Tensor, groups: list[Group]) -> torch.Tensor:
+    """A flag that is not 0 if it is so on any rank; all of them have to ask."""
+    return _reduced(flag, groups, "MAX")
+
+
+def anywhere(answer: bool, groups: list[Group]) -> bool:
+    """Whether any rank answers yes. Waits for the others."""
+    return bool(agreed(torch.tensor(float(answer)), groups).item()) if groups else answer
+
+
+def least(scale: torch.Tensor, groups: list[Group]) -> torch.Tensor:
+    """The least of the ranks' loss scales."""
+    return _reduced(scale, groups, "MIN")
+
+
+def _reduced(value: torch.Tensor, groups: list[Group], how: str) -> torch.Tensor:
+    for group in groups:
+        value = value.to(group.device_type, copy=True)
+        _distributed.all_reduce(value, getattr(_distributed.ReduceOp, how), group.ranks)
+    return value
+
+
+def _sharded_kind() -> Any:
+    """The class of sharded tensors, None where nobody can have any: nothing is loaded to ask."""
+    module = sys.modules.get("torch.distributed.tensor") if _is_up() else None
+    return getattr(module, "DTensor", None)

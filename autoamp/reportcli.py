@@ -1,0 +1,67 @@
+"""The command `autoamp report`: what a report tells on stdout, what is wrong on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import learned, report
+from .spelling import one_line
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tell what the report says, or make a policy of it; the exit code."""
+    try:
+        content = _read(arguments.report)
+        if arguments.policy is None:
+            print("\n".join(lines(content)))
+            return 0
+        text = learned.policy(content, arguments.report)
+        with open(arguments.policy, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        _complain(f"{arguments.policy} exists; name a file that does not, or delete it")
+    except OSError as error:
+        _complain(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        _complain(str(error))
+    else:
+        print(f"read it, then use it: AUTO_MIXED_PRECISION_POLICY={arguments.policy}")
+        return 0
+    return 1
+
+
+def lines(content: dict[str, Any]) -> list[str]:
+    """What a report tells, as lines."""
+    if not content["active"]:
+        return [f"autoamp was not active: {one_line(content['reason'])}"]
+    devices = content["devices"].items()
+    return [
+        f'policy "{one_line(content["policy"]["name"])}"',
+        *(f"{name}: {found['dtype']}" for name, found in devices),
+        report.summary(content),
+        *(one_line(report.demotion_line(demotion)) for demotion in content["demotions"]),
+    ]
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The report in a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no report, or one of another version.
+    """
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: this is no JSON ({error}); name a report") from None
+    if not isinstance(content, dict) or content.get("schema") != report.SCHEMA:
+        raise ValueError(f"{path}: this is no report of version {report.SCHEMA}; make a new one")
+    return content
+
+
+def _complain(line: str) -> None:
+    print(f"autoamp report: {one_line(line)}", file=sys.stderr)
