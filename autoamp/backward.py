@@ -84,7 +84,8 @@ class _Engine:
         scale = self._scale(call)
         leaves = _leaves(self.session, call.roots, call.inputs)
         strangers = self.owners.strangers(leaves) if not has_ranks() else []
-        nodes = call.nodes_to_keep() if strangers or checks_nan() else None
+        for_all = checks_nan() or self._is_early()
+        nodes = call.nodes_to_keep() if strangers or for_all else None
         mark = self.session.backwards.count
         if nodes is None:
             running = self._pass(call, scale)
@@ -96,12 +97,12 @@ class _Engine:
         is_alone = len(strangers) == len(leaves)
         limit = self.limit_of_leaves
         running = self._pass(call, limit.below(scale) if is_alone else scale, may_repeat=True)
-        run = Accumulation(call, self.owners, running)
+        run = Accumulation(call, self.owners, running, for_all)
         try:
             until_finite(run, leaves, nodes)
             if is_alone and not run.kept:
                 limit.note(run.fell_to)
-            elif run.fell_to is not None and not run.kept:  # anomalies: no gate will see them
+            elif run.fell_to is not None and not run.kept:  # no gate will see that
                 self.unheeded.lower_to(run.fell_to)
         finally:
             run.finish()
@@ -120,6 +121,12 @@ class _Engine:
             running = run.running
             limit.note(run.fell_to)
         return tuple(unscaled(grad, running.inverse) for grad in grads)
+
+    def _is_early(self) -> bool:
+        """Whether this is one of the first steps, on the way to a scale that holds."""
+        scale = self.session.loss_scale
+        first = 0 if scale.was_loaded or scale.rule.mode != "dynamic" else scale.rule.repeat_first
+        return first > 0 and self.session.modules.steps() < first
 
     def _scale(self, call: Call) -> torch.Tensor:
         tensors = [root for root in call.roots if isinstance(root, torch.Tensor)]

@@ -17,7 +17,7 @@ from .kernels import FULL, Local
 from .session import Session
 
 is_compiling = torch.compiler.is_dynamo_compiling
-_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+_compile_context = torch._guards.CompileContext.try_get
 
 
 def grad_mode_set(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -65,6 +65,8 @@ def _follow_grad_mode(local: Local) -> None:
     """
     if local.precision not in FULL and not torch.is_autocast_enabled(local.region):
         return  # in front of a dispatch mode, where torch may hold the lock of its cast cache
+    if _compile_context() is not None:
+        return  # Dynamo, which wants to find the state that it began with
     torch.clear_autocast_cache()
     if not torch.is_grad_enabled():
         if not local.uncached:

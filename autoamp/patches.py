@@ -35,18 +35,7 @@ SCHEDULERS = (
     "CosineAnnealingWarmRestarts",
 )
 """The schedulers of torch that have a ``step`` of their own."""
-FUNCTIONAL = (
-    "linear",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "conv_tbc",
-    "prelu",
-    "scaled_dot_product_attention",
-)
+FUNCTIONAL = (*region.WITH_WEIGHT, "scaled_dot_product_attention")
 """The functions of `torch.nn.functional` in torch's own lower-precision list."""
 
 

@@ -32,7 +32,8 @@ class LossScaleRule:
 
     `interval` counts taken steps between two growths; `hysteresis` is the number of skipped steps
     in a row that cost one back-off (Paddle's ``decr_every_n_nan_or_inf``); `min` and `max` bound
-    the scale. `hold_schedulers`: after a skipped step learning rates stay as they are.
+    the scale. `hold_schedulers`: after a skipped step learning rates stay as they are. In the first
+    `repeat_first` steps a backward that overflows is run again at half the scale.
     """
 
     mode: str = "dynamic"
@@ -44,6 +45,7 @@ class LossScaleRule:
     min: float = 0.0
     max: float = float("inf")
     hold_schedulers: bool = False
+    repeat_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

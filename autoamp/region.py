@@ -29,6 +29,19 @@ _tracing_state = torch._C._get_tracing_state
 _open_modes = torch._C._len_torch_dispatch_stack
 
 _NONE: dict[str, Any] = {}
+_PARAMETER = torch.nn.Parameter
+WITH_WEIGHT = (
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "conv_tbc",
+    "prelu",
+)
+"""The functions of `torch.nn.functional` whose second operand is a weight."""
 
 
 class Regions:
@@ -157,8 +170,12 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def functional_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """An op of `torch.nn.functional`: outside any module, with float32, a region of one op."""
+    """An op of `torch.nn.functional`: outside any module, with float32, a region of one op.
+
+    One that takes a weight is none where that is plain data: windows and fixed filters.
+    """
     regions = session.regions
+    takes_weight = original.__name__ in WITH_WEIGHT
 
     def op(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -167,7 +184,9 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
             first = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(first, torch.Tensor):
                 dtype = regions.precision_for(first) if first.dtype is torch.float32 else None
-                if dtype is not None:
+                weight = args[1] if len(args) > 1 else kwargs.get("weight")
+                is_plain = takes_weight and not getattr(weight, "requires_grad", True)
+                if dtype is not None and (isinstance(weight, _PARAMETER) or not is_plain):
                     return regions.run(first.device.type, dtype, original, args, kwargs)
             elif isinstance(first, torch.fx.Proxy):
                 leave_nesting()

@@ -90,12 +90,13 @@ class Accumulation(_Run):
 
     After an overflow those get what a run at a lower scale gives. The leaves of optimizers keep
     what the first run gave, as by hand: their gates skip the step. Under anomaly detection they are
-    treated as the others: by hand it would end the program.
+    treated as the others: by hand it would end the program. So they are `for_all`.
     """
 
-    def __init__(self, call: Call, owners: Owners, running: Pass) -> None:
+    def __init__(self, call: Call, owners: Owners, running: Pass, for_all: bool) -> None:
         super().__init__(call, running)
         self.owners = owners
+        self.for_all = for_all
         self.recorded = running
         self.kept: list[Found] = []
         self._strangers: list[torch.Tensor] | None = None
@@ -108,7 +109,7 @@ class Accumulation(_Run):
             return True
         if self._strangers is None:
             reached = [one.tensor for one in self.running.before or ()]
-            if checks_nan():
+            if self.for_all:
                 self._strangers = reached
             else:
                 self.owners.look()

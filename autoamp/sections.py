@@ -144,6 +144,13 @@ _LOSS_SCALE: Mapping[str, Kind] = {
     "min": Number("The least scale.", "of 0 or more", {"minimum": 0}),
     "max": Number("The greatest scale.", "above 0", {"exclusiveMinimum": 0}),
     "hold_schedulers": Flag("Whether learning rates stay as they are after a skipped step."),
+    "repeat_first": Number(
+        "How many of the first steps are not skipped where their gradients overflow: the backward "
+        "is run again at half the scale.",
+        "of 0 or more",
+        {"minimum": 0},
+        True,
+    ),
 }
 
 _FALLBACK: Mapping[str, Kind] = {

@@ -224,17 +224,30 @@ def test_a_policy_can_leave_inspection_out(mixed: Mixed, tmp_path: Any) -> None:
     assert causes(lambda h: h + 1e-8) == []
 
 
-@pytest.mark.parametrize("compiles", ["model", "part", "function"])
-def test_compiled_code_is_not_looked_into(mixed: Mixed, compiles: str) -> None:
+@pytest.mark.parametrize("compiles", ["model", "part"])
+def test_compiled_modules_are_not_looked_into(mixed: Mixed, compiles: str) -> None:
     mixed("default")
     torch._dynamo.reset()
-    if compiles == "function":
-        part = Part(torch.compile(lambda h: h + 1e-8, backend="eager", fullgraph=True))
-        net: Any = nn.Sequential(nn.Linear(4, 4), part)
-    else:
-        part = Part(lambda h: h + 1e-8)
-        net = nn.Sequential(nn.Linear(4, 4), part)
-        (net if compiles == "model" else part).compile(backend="eager", fullgraph=True)
+    part = Part(lambda h: h + 1e-8)
+    net = nn.Sequential(nn.Linear(4, 4), part)
+    (net if compiles == "model" else part).compile(backend="eager", fullgraph=True)
     with torch.no_grad():
         net(torch.ones(3, 4))
+    assert autoamp.status()["demotions"] == []
+
+
+def test_a_compiled_function_is_one_graph_still_while_its_caller_is_looked_at(mixed: Mixed) -> None:
+    mixed("default")
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    part = Part(torch.compile(lambda h: h.relu() + 1, backend=backend, fullgraph=True))
+    net = nn.Sequential(nn.Linear(4, 4), part)
+    with torch.no_grad():
+        assert torch.equal(net(torch.ones(3, 4)), net(torch.ones(3, 4)))
+    assert len(graphs) == 1
     assert autoamp.status()["demotions"] == []

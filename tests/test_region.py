@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoamp
+from autoamp import region
 from autoamp.patches import FUNCTIONAL
 
 Mixed = Callable[..., Any]
@@ -89,18 +90,35 @@ def test_arithmetic_outside_modules_is_never_touched(mixed: Mixed) -> None:
 def test_direct_functional_calls_are_regions_of_one_op(
     mixed: Mixed, name: str, dtype: torch.dtype
 ) -> None:
+    x, weight, *others = CALLS[name]
+    arguments = (x, nn.Parameter(weight), *others)
     with torch.autocast("cpu", dtype):
-        expected = getattr(F, name)(*CALLS[name])
+        expected = getattr(F, name)(*arguments)
     assert expected.dtype is dtype
     session = mixed(dtype=str(dtype).removeprefix("torch."))
-    found = getattr(F, name)(*CALLS[name])
+    found = getattr(F, name)(*arguments)
     torch.testing.assert_close(found, expected.float(), **EXACT)
+    assert session.counts.regions == 1
+
+
+@pytest.mark.parametrize("name", region.WITH_WEIGHT)
+def test_direct_functional_calls_with_plain_data_for_a_weight_are_none(
+    mixed: Mixed, name: str
+) -> None:
+    """Windows, blurs and fixed filters: arithmetic on data, as a matrix product is."""
+    expected = getattr(F, name)(*CALLS[name])
+    session = mixed()
+    assert torch.equal(getattr(F, name)(*CALLS[name]), expected)
+    assert session.counts.regions == 0
+    x, weight, *others = CALLS[name]
+    fast = weight.clone().requires_grad_() * 1  # as in a loop of meta-learning
+    getattr(F, name)(x, fast, *others)
     assert session.counts.regions == 1
 
 
 def test_direct_functional_calls_by_keyword_and_in_other_dtypes(mixed: Mixed) -> None:
     session = mixed()
-    x, weight = torch.randn(2, 4), torch.randn(3, 4)
+    x, weight = torch.randn(2, 4), nn.Parameter(torch.randn(3, 4))
     assert torch.equal(F.linear(input=x, weight=weight), F.linear(x, weight))
     assert session.counts.regions == 2
     assert F.linear(x.double(), weight.double()).dtype is torch.float64
