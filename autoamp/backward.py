@@ -51,7 +51,27 @@ def engine_run_backward(original: Callable[..., Any], session: Session) -> Calla
                 accumulate_grad=accumulate_grad,
             )
 
-        in_region, around = getattr(session.local, "region", None) is not None, current()
+        around = current()
+        try:
+            return run_mixed(run, roots, seeds, retain_graph, inputs, accumulate_grad, around)
+        except Exception as error:
+            is_plain_backward = accumulate_grad and around is None and session.active
+            if not is_plain_backward or not session.islands.fallback.gives_up_backward(error):
+                raise
+        for leaf in _leaves(session, roots, inputs):
+            leaf.grad = None
+        return None
+
+    def run_mixed(
+        run: Callable[[Any, bool], Any],
+        roots: Any,
+        seeds: Any,
+        retain_graph: bool,
+        inputs: Any,
+        accumulate_grad: bool,
+        around: Any,
+    ) -> Any:
+        in_region = getattr(session.local, "region", None) is not None
         from_user = isinstance(around, UserCode)
         with _autocast_off(session) if in_region or from_user else _NOTHING:
             if not session.scales or not session.active or _is_foreign():

@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ _PRECISION = re.compile(
     re.IGNORECASE,
 )
 """What errors say that half precision may be the reason of."""
+_DTYPES = re.compile(r"half|float|dtype|scalar type|not implemented for", re.IGNORECASE)
+"""What errors of a backward say of which it is certainly the reason."""
 _KINDS = (RuntimeError, TypeError, ValueError, ArithmeticError)
 _ASSERTIONS = (AssertionError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 """Errors that a script, or torch for it, raises where numbers are not what they should be."""
@@ -80,6 +83,7 @@ class Fallback:
         self._seen: dict[int, set[tuple[Any, ...]]] = session.modules.new_table()
         self._hopeless: set[tuple[type, str]] = set()
         self._looks_for_overflow = self._has_given_up = False
+        self._lately: deque[int] = deque(maxlen=8)
         if self.rule.on_overflow == "float32":
             session.loss_scale.watch_skips(self.rule.patience, self.look_for_overflow)
 
@@ -102,6 +106,7 @@ class Fallback:
         if not (self.rule.inspect or self._looks_for_overflow):
             return False
         module = args[0]
+        self._lately.append(id(module))
         key: list[Any] = [module.training, torch.is_grad_enabled()]
         for value in (*args[1:], *kwargs.values()):
             if isinstance(value, torch.Tensor):
@@ -166,6 +171,22 @@ class Fallback:
         except _NotFinite:  # in float32 neither
             watch.is_in_doubt = True
             return result
+
+    def gives_up_backward(self, error: Exception) -> bool:
+        """Whether a backward is lost because of half precision: the next one will be float32's.
+
+        What has run lately is demoted as a whole: nobody knows which forward the graph is of.
+        """
+        is_ours = self.rule.on_error == "float32" and _DTYPES.search(str(error)) is not None
+        if not is_ours or has_ranks() or _is_of_the_compiler(error):
+            return False
+        modules = self.session.modules
+        found = [root for root in map(modules.living, self._lately) if root is not None]
+        roots = [root for root in found if not modules.demoted(root)]
+        for root in roots:
+            modules.demote(root, True)
+            self._note(root, True, error)
+        return bool(roots)
 
     def look_for_overflow(self) -> None:
         """Steps are skipped again and again: the next calls of roots are watched."""
@@ -265,9 +286,9 @@ class Fallback:
     def _note(self, module: Module, below: bool, error: BaseException) -> None:
         """Say and keep that a module stays in float32."""
         session, root = self.session, self._local.root
+        root = module if root is None else root
         found: Named = {}
-        if root is not None:
-            collect_names(root, found)
+        collect_names(root, found)
         names = found.get(id(module), (module, {type(module).__name__}))[1]
         cause = str(error).partition("\n")[0] or type(error).__name__
         steps = session.modules.steps()

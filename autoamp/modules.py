@@ -189,6 +189,10 @@ class Rules:
         self._by_id.append({})
         return self._by_id[-1]
 
+    def living(self, key: int) -> Module | None:
+        """The module with this id, if it was remembered and lives."""
+        return self._living.get(key, _nothing)()
+
     def demoted(self, module: Module) -> bool | None:
         """Whether a module has been demoted (not None), and with all below it."""
         return self._demoted.get(id(module))

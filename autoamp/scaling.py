@@ -15,7 +15,7 @@ import torch
 
 from .policy import SCALES, LossScaleRule
 
-PENDING = 512
+PENDING = 64
 """How many steps wait on the device before their outcome is read back."""
 
 

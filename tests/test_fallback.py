@@ -281,6 +281,54 @@ def test_a_script_of_its_own_context_is_left_alone(mixed: Mixed) -> None:
     assert demotions() == []
 
 
+class OnlyFloat32Backward(torch.autograd.Function):
+    """Takes half tensors, by its own word, and refuses their gradients."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if grad.dtype is not torch.float32:
+            raise RuntimeError("expected scalar type Float but found Half")
+        return grad * 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_error_in_a_backward_loses_that_backward_and_no_more(mixed: Mixed, dtype: str) -> None:
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net(Part(OnlyFloat32Backward.apply))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        weights = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.ones(2, 4)).pow(2).sum().backward()
+            optimizer.step()
+            weights.append(net.first.weight.detach().clone())
+        return weights
+
+    expected = run()
+    mixed("default", dtype)
+    found = run()
+    torch.manual_seed(0)
+    assert torch.equal(found[0], Net(Part(lambda x: x)).first.weight)  # the step did nothing
+    torch.testing.assert_close(found[1:], expected[:3], rtol=1e-6, atol=1e-6)
+    assert demotions() == [("", True)]
+
+
+def test_other_errors_in_a_backward_are_the_script_s(mixed: Mixed) -> None:
+    mixed("default")
+    loss = Net(Part(lambda x: x))(torch.ones(2, 4)).sum()
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert demotions() == []
+
+
 def test_disabling_forgets_and_nothing_is_left_on_the_modules(mixed: Mixed) -> None:
     mixed("default")
     net = Net(Part(only_float32))

@@ -31,6 +31,7 @@ KEYS = [
     "regions",
     "loss_scale",
     "steps",
+    "demotions",
     "patches",
     "replaced_since",
     "kernels",
@@ -289,11 +290,12 @@ def test_disable_writes_the_report_and_says_the_summary(mixed, tmp_path, capsys)
     )
 
 
-def content(regions: int, taken: int, mode: str = "dynamic") -> dict:
+def content(regions: int, taken: int, mode: str = "dynamic", demotions: int = 0) -> dict:
     return {
         "regions": regions,
         "steps": {"taken": taken, "skipped": 7},
         "loss_scale": {"mode": mode, "final": 2.0**24},
+        "demotions": [{"module": "a"}] * demotions,
     }
 
 
@@ -305,6 +307,10 @@ def content(regions: int, taken: int, mode: str = "dynamic") -> dict:
             "autoamp: 1 region, 1 step taken, 7 skipped, final loss scale 16777216",
         ),
         ((1234567, 0, "off"), "autoamp: 1,234,567 regions, 0 steps taken"),
+        (  # twice the same one
+            (2, 1, "off", 2),
+            "autoamp: 2 regions, 1 step taken, 1 module demoted to float32",
+        ),
     ],
 )
 def test_the_summary_reads_as_english(numbers, line):
