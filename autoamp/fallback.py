@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
-import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,7 @@ from .kernels import FULL
 from .naming import Named, collect_names
 from .ranks import has_ranks
 from .report import demotion_line
+from .snapshots import Snapshot, Watch, checkpoint_frame
 
 if TYPE_CHECKING:
     from .islands import Islands
@@ -95,7 +94,7 @@ class Fallback:
         return (
             local.region is not None
             and _current_graph_task_id() == -1
-            and (local.watch is not None or _checkpoint_frame() is None)
+            and (local.watch is not None or checkpoint_frame() is None)
             and torch.is_autocast_enabled(local.region)
             and _nesting() == 1
             and (isinstance(error, Finding) or self._is_about_precision(error))
@@ -133,7 +132,7 @@ class Fallback:
     def watched(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of a root under the probe: what it finds is helped in the same call."""
         local, detours = self._local, self.session.detours
-        watch = local.watch = _Watch(local.region)
+        watch = local.watch = Watch(local.region)
         detours.append(True)
         before = watch.snapshot(args[0])
         demotions = len(self.session.demotions)
@@ -198,7 +197,7 @@ class Fallback:
         error: BaseException,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: _Snapshot | None = None,
+        before: Snapshot | None = None,
     ) -> Any:
         """The call (module, *its arguments) once more, in float32 as far as it takes.
 
@@ -310,75 +309,6 @@ class _NotFinite(Finding):
 
 
 _NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
-
-
-class _Watch:
-    """One call of a root that is watched: what it has changed so far."""
-
-    def __init__(self, device_type: str) -> None:
-        self.is_in_doubt = False
-        self._device_type = device_type
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-    def snapshot(self, module: Module) -> _Snapshot:
-        """What a call of this module may change besides its results."""
-        buffers = []
-        with _disable_current_modes(), quietly():
-            for part in module.modules():
-                for name, buffer in part._buffers.items():
-                    if buffer is not None and not torch.nn.parameter.is_lazy(buffer):
-                        buffers.append((part, name, buffer, self._copy(buffer)))
-        return _Snapshot(buffers, list(_random_states(self._device_type)), _checkpoint_frame())
-
-    def _copy(self, buffer: torch.Tensor) -> torch.Tensor:
-        version = -1 if buffer.is_inference() else buffer._version
-        known = self._copies.get(id(buffer))
-        if known is None or known[1] != version or version == -1:
-            known = self._copies[id(buffer)] = buffer, version, buffer.clone()
-        return known[2]
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """Buffers, random states and what an open checkpoint has noted, at one moment."""
-
-    buffers: list[tuple[Module, str, torch.Tensor, torch.Tensor]]
-    states: list[tuple[Callable[[Any], Any], Any]]
-    checkpoint: tuple[Any, int] | None
-
-    def restore(self) -> None:
-        """Have them as they were."""
-        with _disable_current_modes(), quietly():
-            for module, name, buffer, copy in self.buffers:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
-            for put, state in self.states:
-                put(state)
-        if self.checkpoint is not None:
-            frame, count = self.checkpoint
-            del frame.weak_holders[count:]
-            del frame.x_metadatas[count:]
-
-
-def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    yield torch.set_rng_state, torch.get_rng_state()
-    if device_type != "cpu":
-        device = torch.get_device_module(device_type)
-        yield device.set_rng_state, device.get_rng_state()
-    yield random.setstate, random.getstate()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield numpy.random.set_state, numpy.random.get_state()
-
-
-def _checkpoint_frame() -> tuple[Any, int] | None:
-    """The checkpoint in whose forward this is, and how many tensors it has noted."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack: Any = hooks[0] if hooks else None
-    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
-        return None
-    frame = pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
-    return frame, len(frame.weak_holders)
 
 
 def _is_of_the_compiler(error: BaseException) -> bool:

@@ -1,0 +1,89 @@
+"""What a module call changes besides its results, kept so that it can be made again from the start.
+
+Buffers, random states, and what a checkpoint in whose forward it runs has noted. What else a
+forward does (prints, lists that grow) cannot be undone.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .inspection import quietly
+
+Module = torch.nn.Module
+
+
+class Watch:
+    """One call of a root that is watched: what it has changed so far."""
+
+    def __init__(self, device_type: str) -> None:
+        self.is_in_doubt = False
+        self._device_type = device_type
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def snapshot(self, module: Module) -> Snapshot:
+        """What a call of this module may change besides its results."""
+        buffers = []
+        with _disable_current_modes(), quietly():
+            for part in module.modules():
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and not torch.nn.parameter.is_lazy(buffer):
+                        buffers.append((part, name, buffer, self._copy(buffer)))
+        return Snapshot(buffers, list(_random_states(self._device_type)), checkpoint_frame())
+
+    def _copy(self, buffer: torch.Tensor) -> torch.Tensor:
+        version = -1 if buffer.is_inference() else buffer._version
+        known = self._copies.get(id(buffer))
+        if known is None or known[1] != version or version == -1:
+            known = self._copies[id(buffer)] = buffer, version, buffer.clone()
+        return known[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Buffers, random states and what an open checkpoint has noted, at one moment."""
+
+    buffers: list[tuple[Module, str, torch.Tensor, torch.Tensor]]
+    states: list[tuple[Callable[[Any], Any], Any]]
+    checkpoint: tuple[Any, int] | None
+
+    def restore(self) -> None:
+        """Have them as they were."""
+        with _disable_current_modes(), quietly():
+            for module, name, buffer, copy in self.buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
+            for put, state in self.states:
+                put(state)
+        if self.checkpoint is not None:
+            frame, count = self.checkpoint
+            del frame.weak_holders[count:]
+            del frame.x_metadatas[count:]
+
+
+def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    yield torch.set_rng_state, torch.get_rng_state()
+    if device_type != "cpu":
+        device = torch.get_device_module(device_type)
+        yield device.set_rng_state, device.get_rng_state()
+    yield random.setstate, random.getstate()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random.set_state, numpy.random.get_state()
+
+
+def checkpoint_frame() -> tuple[Any, int] | None:
+    """The checkpoint in whose forward this is, and how many tensors it has noted."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack: Any = hooks[0] if hooks else None
+    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return None
+    frame = pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
+    return frame, len(frame.weak_holders)
