@@ -41,7 +41,7 @@ def test_a_direct_functional_call_on_cuda_runs_in_the_policy_s_dtype(
     try:
         with FakeTensorMode(), Ops() as ops, torch.no_grad():
             x = torch.empty(4, 8, device="cuda")
-            out = F.linear(x, torch.empty(2, 8, device="cuda"))
+            out = F.linear(x, nn.Parameter(torch.empty(2, 8, device="cuda"), False))
             assert (out.dtype, out.device.type) == (torch.float32, "cuda")
     finally:
         torch.set_autocast_cache_enabled(True)

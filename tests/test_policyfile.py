@@ -18,7 +18,7 @@ from autoamp.settings import Settings
 
 MIXED_DEVICES = {"cuda": "float16", "cpu": "bfloat16", "xpu": "bfloat16", "mps": "float16"}
 TORCHS_SCALE = LossScaleRule("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 0.0, float("inf"))
-BOUNDED_SCALE = replace(TORCHS_SCALE, min=1.0, max=16777216.0)
+BOUNDED_SCALE = replace(TORCHS_SCALE, min=1.0, max=16777216.0, repeat_first=10)
 SHIPPED = {
     "torch": (MIXED_DEVICES, TORCHS_SCALE),
     "default": (MIXED_DEVICES, BOUNDED_SCALE),

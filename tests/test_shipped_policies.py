@@ -122,13 +122,13 @@ def test_torchs_policy_has_no_rules_of_its_own() -> None:
 
 INFINITY = float("inf")
 SCALES = {
-    # mode, init, growth, backoff, interval, hysteresis, min, max
+    # mode, init, growth, backoff, interval, hysteresis, min, max, hold_schedulers, repeat_first
     "torch": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 0.0, INFINITY),
-    "default": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0),
-    "fp16": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0),
-    "bf16": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0),
-    "fast": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0),
-    "safe": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0),
+    "default": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0, False, 10),
+    "fp16": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0, False, 10),
+    "bf16": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0, False, 10),
+    "fast": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0, False, 10),
+    "safe": ("dynamic", 1024.0, 2.0, 0.5, 2000, 1, 1.0, 16777216.0, False, 10),
     "tensorflow": ("dynamic", 32768.0, 2.0, 0.5, 2000, 1, 1.0, INFINITY),
     "apex-o1": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 0.0, 16777216.0),
     "mxnet": ("dynamic", 65536.0, 2.0, 0.5, 2000, 1, 0.0, 16777216.0),
