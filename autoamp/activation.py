@@ -13,6 +13,7 @@ requirements.check_torch()
 
 # ruff: noqa: E402 - what follows needs a torch that is not too old
 from . import bootstrap, modules, overflow, plan, policyfile, region, report, settings, stepping
+from .compat import standins
 from .errors import AutoampError
 from .kernels import Kernels, Local
 from .patches import patches_for
@@ -97,6 +98,7 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         for optimizer in stepping.hooked_classes():
             opened.ledger.replace(optimizer, "step", opened.gates.gated(vars(optimizer)["step"]))
         _hide_from_dynamo(opened)
+        standins.install(opened)
     except BaseException:
         _close(opened)
         raise
@@ -114,6 +116,7 @@ def _finish(closing: Session) -> None:
 
 def _close(closing: Session) -> None:
     closing.active = False
+    standins.remove()
     if closing.dynamo_watch is not None:
         closing.dynamo_watch.remove()
     for target in closing.ledger.restore():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import region
 from .casting import HALF, to_float32
 from .functions import device_around
 from .hooks import is_torchs_own
@@ -37,6 +38,56 @@ def array(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return numpy
+
+
+def overridable(factory: Callable[[Any, Session], Any]) -> Callable[[Any, Session], Any]:
+    """A function of torch as tensor subclasses, modes and `torch.fx` override it: they compare what
+    they are asked for with what they see as this function, which is ours.
+    """
+
+    def make(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        plain = factory(original, session)
+        is_overridden = torch.overrides.has_torch_function
+        override = torch.overrides.handle_torch_function
+
+        def op(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            if is_overridden(args) or (kwargs and is_overridden(tuple(kwargs.values()))):
+                return override(op, (*args, *kwargs.values()), *args, **kwargs)
+            return plain(*args, **kwargs)
+
+        session.stand_ins[op] = original
+        return op
+
+    return make
+
+
+def traced(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A function that records a program: it sees the float32 one, made of torch's own functions.
+
+    The tracer names values after the variables of the frame that calls an op, and ONNX inputs have
+    those names: no frame of ours may be between.
+    """
+    in_float32, ledger = region.in_float32(original, session), session.ledger
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if torch.nn.functional.linear not in session.stand_ins:  # a trace in a trace
+            return in_float32(*args, **kwargs)
+        functions = [
+            entry.target
+            for entry in ledger.entries
+            if entry.target.startswith("torch.nn.functional:")
+        ]
+        for target in functions:
+            ledger.lift(target)
+        try:
+            return in_float32(*args, **kwargs)
+        finally:
+            for target in functions:
+                ledger.lower(target)
+
+    return traced
 
 
 def dlpack(original: Callable[..., Any], session: Session) -> Callable[..., Any]:

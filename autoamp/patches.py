@@ -12,6 +12,7 @@ import torch
 from . import (
     backward,
     checkpoints,
+    contexts,
     edits,
     fixups,
     functions,
@@ -81,7 +82,7 @@ def functional(name: str) -> Patch:
     """The row of a function of `torch.nn.functional`."""
     return Patch(
         f"torch.nn.functional:{name}",
-        region.functional_call,
+        interop.overridable(region.functional_call),
         "called outside any module it runs as a region of one op",
     )
 
@@ -113,8 +114,14 @@ PATCHES = (
         optional=True,
     ),
     *(
-        Patch(f"torch.jit:{name}", region.in_float32, "traced programs are the float32 ones")
+        Patch(f"torch.jit:{name}", interop.traced, "traced programs are the float32 ones")
         for name in ("trace", "trace_module")
+    ),
+    Patch(
+        "torch.jit:_get_trace_graph",
+        interop.traced,
+        "what torch.onnx.export traces, too",
+        optional=True,
     ),
     Patch(
         "torch.autograd:_engine_run_backward",
@@ -272,6 +279,11 @@ PATCHES = (
         scale,
         "a script's own GradScaler owns the scaling",
         when=scales,
+    ),
+    Patch(
+        "torch.amp.autocast_mode:autocast.__enter__",
+        contexts.context_entered,
+        "a script with mixed precision of its own keeps to it",
     ),
     Patch(
         "torch:Tensor.__setitem__",

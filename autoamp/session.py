@@ -96,6 +96,8 @@ class Session:
     """Whether FP16 is in use and losses are scaled."""
     scaler_owner: str = ""
     """Who scales losses instead of autoamp, empty if nobody does."""
+    stands_aside: bool = False
+    """Whether precision is left to the script altogether (`stand_aside`)."""
     decisions: dict[str, Decision] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     backwards: Backwards = field(default_factory=Backwards)
@@ -144,6 +146,16 @@ class Session:
         if not self.scaler_owner:
             self.scaler_owner, self.scales, self.may_scale = owner, False, False
             self.speech.notice(f"autoamp: loss scaling is left to {owner}")
+
+    def stand_aside(self, why: str) -> None:
+        """Open no region and scale no loss for the rest of the process; said once."""
+        if not self.stands_aside:
+            self.stands_aside, self.scales, self.may_scale = True, False, False
+            self.scaler_owner = self.scaler_owner or "the script"
+            self.decisions.update(dict.fromkeys(self.policy.devices, Decision(None, why)))
+            self.kernels.remove()  # the region that may be open is the script's from here on
+            version = sys.modules["autoamp"].__version__
+            self.speech.notice(f"autoamp {version} stands aside: {why}")
 
     def retain(self, tensor: torch.Tensor) -> None:
         """Remember a tensor that keeps its gradient although it is no leaf."""

@@ -852,9 +852,7 @@ def test_models_die_as_ever_and_are_forgotten(ruled: Ruled) -> None:
     assert all(isinstance(living(), type) for living in rules._living.values())
 
 
-def test_without_rules_nothing_is_looked_up(
-    mixed: Mixed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_rules_nothing_is_looked_up(mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
     session = mixed(dtype="bfloat16")
     monkeypatch.setattr(session.islands, "call_nested", None)
     Net()(x4())

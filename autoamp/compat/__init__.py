@@ -1,0 +1,1 @@
+"""Neighbours that need code of ours: one room each."""
