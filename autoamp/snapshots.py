@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .inspection import quietly
+from .naming import children
 
 Module = torch.nn.Module
 
@@ -30,19 +31,25 @@ class Watch:
 
     def snapshot(self, module: Module) -> Snapshot:
         """What a call of this module may change besides its results."""
-        buffers = []
         with _disable_current_modes(), quietly():
-            for part in module.modules():
-                for name, buffer in part._buffers.items():
-                    if buffer is not None and not torch.nn.parameter.is_lazy(buffer):
-                        buffers.append((part, name, buffer, self._copy(buffer)))
+            buffers = [
+                (part, name, buffer, copy)
+                for part in _all_below(module)
+                for name, buffer in part.__dict__.get("_buffers", {}).items()
+                if buffer is not None and (copy := self._copy(buffer)) is not None
+            ]
         return Snapshot(buffers, list(_random_states(self._device_type)), checkpoint_frame())
 
-    def _copy(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _copy(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The values of a buffer; None where it has none yet, or does not give them."""
         version = -1 if buffer.is_inference() else buffer._version
         known = self._copies.get(id(buffer))
         if known is None or known[1] != version or version == -1:
-            known = self._copies[id(buffer)] = buffer, version, buffer.clone()
+            try:
+                copy = buffer.clone()
+            except Exception:  # noqa: BLE001 - classes of the script, lazy and quantized ones
+                return None
+            known = self._copies[id(buffer)] = buffer, version, copy
         return known[2]
 
 
@@ -59,7 +66,7 @@ class Snapshot:
         with _disable_current_modes(), quietly():
             for module, name, buffer, copy in self.buffers:
                 module._buffers[name] = buffer
-                if not torch.equal(buffer, copy):
+                if copy.layout is not torch.strided or not torch.equal(buffer, copy):
                     buffer.copy_(copy)
             for put, state in self.states:
                 put(state)
@@ -67,6 +74,18 @@ class Snapshot:
             frame, count = self.checkpoint
             del frame.weak_holders[count:]
             del frame.x_metadatas[count:]
+
+
+def _all_below(module: Module) -> list[Module]:
+    """A module and what is below it; `Module.modules` may be another thing in a script's class."""
+    found = {id(module): module}
+    stack = [module]
+    while stack:
+        for _, child in children(stack.pop()):
+            if id(child) not in found:
+                found[id(child)] = child
+                stack.append(child)
+    return list(found.values())
 
 
 def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any]]:

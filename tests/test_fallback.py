@@ -240,6 +240,25 @@ def test_random_states_and_buffers_are_as_if_there_had_been_one_attempt(
     torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
 
 
+def test_odd_modules_are_looked_at_like_others(mixed: Mixed) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear(4, 4)
+            self.modules = self.parameters = self.buffers = None  # type: ignore[assignment]
+            self.lazy = nn.LazyLinear(4)
+            self.register_buffer("sparse", torch.eye(2).to_sparse())
+            self.register_buffer("nothing", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lazy(self.linear(x) + 1e-8)
+
+    mixed("default")
+    result = Net(Odd())(torch.ones(2, 4))
+    assert result.isfinite().all()
+    assert demotions() == [("part", False)]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("function", [only_float32, lambda x: x + 1e-8])
 def test_checkpoints_recompute_what_a_demoted_module_did(
