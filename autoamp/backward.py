@@ -120,10 +120,10 @@ class _Engine:
         run = Accumulation(call, self.owners, running, for_all)
         try:
             until_finite(run, leaves, nodes)
-            if is_alone and not run.kept:
-                limit.note(run.fell_to)
-            elif run.fell_to is not None and not run.kept:  # no gate will see that
+            if for_all and run.fell_to is not None:  # no gate will see that
                 self.unheeded.lower_to(run.fell_to)
+            elif is_alone and not run.kept:
+                limit.note(run.fell_to)
         finally:
             run.finish()
             self._record(call, run.recorded, leaves, mark)

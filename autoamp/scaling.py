@@ -164,7 +164,7 @@ class LossScale:
 
     def restore(self) -> None:
         """Go back to the scale of before the last steps that were skipped in a row."""
-        self.load({**self.state(), "scale": self._before_skips})
+        self.put({**self.state(), "scale": self._before_skips})
         self._skips_in_a_row = 0
 
     def _warn(self, before: float, scale: float) -> None:
@@ -206,8 +206,12 @@ class LossScale:
 
         Entries that are missing, or no numbers that could be used, keep their present value.
         """
-        self.read_back()
         self.was_loaded = True
+        self.put(state)
+
+    def put(self, state: Mapping[str, float]) -> None:
+        """As `load`, of what this process has found itself."""
+        self.read_back()
         rule, known = self.rule, self.state()
         for key, value in known.items():
             asked = state.get(key)

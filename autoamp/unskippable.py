@@ -203,7 +203,7 @@ class Unheeded:
         scale = self._session.loss_scale
         if scale.rule.mode == "dynamic":
             lower = min(scale.state()["scale"], limit)
-            scale.load({"scale": lower, "growth_tracker": 0, "skips_in_a_row": 0})
+            scale.put({"scale": lower, "growth_tracker": 0, "skips_in_a_row": 0})
 
 
 def _is_gone(streak: _Streak) -> bool:

@@ -54,6 +54,33 @@ def test_the_scale_moves_as_worked_out(mixed: Mixed, tmp_path: Path, name: str) 
         torch.testing.assert_close(weight, torch.full((1, 4), -float(taken)))
 
 
+def test_the_first_steps_are_not_skipped_but_made_at_a_lower_scale(
+    mixed: Mixed, tmp_path: Path
+) -> None:
+    """Gradients of 1 hold at 2^15, those of 4 at 2^13; the scale starts at 2^18."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: fp16\nloss_scale: {init: 262144, repeat_first: 3}\n")
+    session = mixed(str(path))
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    for factor in (1.0, 4.0, 1.0, 16.0, 16.0, 16.0):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 4)).sum() * factor).backward()
+        optimizer.step()
+        found.append((session.loss_scale.state()["scale"], model.weight[0, 0].item()))
+    expected = [(2.0**15, -1.0), (2.0**13, -5.0), (2.0**13, -6.0)]
+    expected += [(2.0**12, -6.0), (2.0**11, -6.0), (2.0**11, -22.0)]  # skipped, skipped, taken
+    assert found == expected
+    session.loss_scale.read_back()
+    assert (session.loss_scale.taken, session.loss_scale.skipped) == (4, 2)
+    optimizer.load_state_dict(optimizer.state_dict())  # a scale that was saved has held
+    optimizer.zero_grad()
+    (model(torch.ones(1, 4)).sum() * 64.0).backward()
+    assert not model.weight.grad.isfinite().all()
+
+
 def test_with_the_scale_off_gradients_are_those_of_no_scaling_at_all(
     mixed: Mixed, tmp_path: Path
 ) -> None:
