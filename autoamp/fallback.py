@@ -109,7 +109,7 @@ class Fallback:
         key: list[Any] = [module.training, torch.is_grad_enabled()]
         for value in (*args[1:], *kwargs.values()):
             if isinstance(value, torch.Tensor):
-                key.append((value.dtype, value.dim(), value.numel().bit_length()))
+                key.append((value.dtype, value.dim(), int(value.numel()).bit_length()))
         seen = self._seen.get(id(module))
         if seen is None:
             self.session.modules.remember(module)

@@ -64,8 +64,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        return is_plain and tensor.dtype in HALF and tensor.device.type == self._device_type
+        is_half = tensor.dtype in HALF and tensor.device.type == self._device_type
+        return is_half and type(tensor) in _PLAIN
 
 
 class quietly:  # noqa: N801 - reads as a word: `with quietly():`
@@ -81,6 +81,10 @@ class quietly:  # noqa: N801 - reads as a word: `with quietly():`
     def __exit__(self, *exception: object) -> None:
         torch._C._set_grad_enabled(self._grad)
         self._autocast.__exit__(*exception)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Other classes are left alone: to look at a distributed tensor, all ranks would have to."""
 
 
 def _is_unreal(tensor: torch.Tensor) -> bool:
@@ -115,7 +119,8 @@ def none_is_spoilt(values: Any) -> bool:
 
 def _numbers(values: Any) -> Iterator[torch.Tensor]:
     for tensor in tensors_in(values):
-        if tensor.is_floating_point() and tensor.layout is torch.strided and not _is_unreal(tensor):
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if is_plain and tensor.is_floating_point() and not _is_unreal(tensor):
             yield tensor
 
 
