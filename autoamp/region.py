@@ -8,6 +8,7 @@ wins and no counter of ours is needed.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,11 +50,13 @@ class Regions:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._half_models_seen = False
+        self._half_models_seen = self._traced_backward_seen = False
 
         def word_for_compiled(device_type: str) -> str:
             dtype = self._decide(torch.device(device_type))
-            return "off" if dtype is None else str(dtype).removeprefix("torch.")
+            if dtype is None or (dtype is torch.float16 and self._is_backward_traced()):
+                return "off"
+            return str(dtype).removeprefix("torch.")
 
         # What torch.compiler.assume_constant_result sets: Dynamo calls this once, while it traces,
         # and keeps the answer, instead of tracing how we announce and remember it.
@@ -123,6 +126,18 @@ class Regions:
         if dtype is torch.float16:
             self.session.start_scaling()
         return dtype
+
+    def _is_backward_traced(self) -> bool:
+        """Whether Dynamo is told to put backwards into its graphs, where no loss is scaled."""
+        config = sys.modules["torch._dynamo.config"]
+        is_traced = self.session.may_scale and getattr(config, "trace_autograd_ops", False)
+        if is_traced and not self._traced_backward_seen:
+            self._traced_backward_seen = True
+            self.session.speech.notice(
+                "autoamp: torch._dynamo.config.trace_autograd_ops puts backwards into compiled "
+                "graphs, where no loss is scaled: compiled code stays float32"
+            )
+        return is_traced
 
     def _note_half_model(self, tensor: torch.Tensor) -> None:
         if not self._half_models_seen:

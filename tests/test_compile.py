@@ -137,3 +137,42 @@ def test_a_compiled_optimizer_step_is_gated_like_an_eager_one(
         AUTO_MIXED_PRECISION_DTYPE=dtype,
     )
     assert result.stdout == f"True {mode}\n", result.stderr
+
+
+TRACED_BACKWARD = """
+import sys
+import torch
+import torch._dynamo.config as config
+import autoamp
+
+config.trace_autograd_ops = True
+model = torch.nn.Linear(4, 4)
+
+def step(x):
+    loss = (model(x) * 2.0**-24).sum()
+    loss.backward()
+    return loss.detach()
+
+dtypes = []
+def backend(graph, inputs):
+    dtypes.extend(node.meta["example_value"].dtype for node in graph.graph.nodes
+                  if "linear" in str(node.target))
+    return graph.forward
+
+for _ in range(2):
+    torch.compile(step, backend=backend, fullgraph=True)(torch.ones(2, 4))
+    torch._dynamo.reset()
+print(set(dtypes), bool((model.weight.grad == 2.0**-22).all()))
+"""
+
+
+def test_a_backward_in_a_graph_is_float32_in_float16_and_a_line_says_so(run_python) -> None:
+    result = run_python(
+        TRACED_BACKWARD, AUTO_MIXED_PRECISION="torch", AUTO_MIXED_PRECISION_DTYPE="float16"
+    )
+    assert result.stdout == "{torch.float32} True\n", result.stderr
+    assert result.stderr.count("trace_autograd_ops puts backwards") == 1
+    result = run_python(
+        TRACED_BACKWARD, AUTO_MIXED_PRECISION="torch", AUTO_MIXED_PRECISION_DTYPE="bfloat16"
+    )
+    assert result.stdout == "{torch.bfloat16} True\n", result.stderr
