@@ -258,7 +258,7 @@ class Fallback:
             return False
         if not torch.is_autocast_enabled(self._local.region) or _nesting() != 1:
             return False
-        with _disable_current_modes(), quietly():
+        with quietly():
             return not none_is_spoilt(result) and all_finite((args[1:], kwargs))
 
     def _has_looked(self, args: Any, kwargs: Any, result: Any, demotions: int) -> None:

@@ -203,7 +203,8 @@ def set_item(original: Callable[..., Any], session: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def _lstm_is_missing(dtype: str) -> bool:
+def lstm_is_missing(dtype: str) -> bool:
+    """Whether torch has no LSTM for training in this dtype on this CPU."""
     x, weight = torch.zeros(1, 1, 1), torch.zeros(4, 1, requires_grad=True)
     bias = torch.zeros(4, requires_grad=True)
     weights = [weight, weight, bias, bias]
@@ -231,7 +232,7 @@ FIXUPS = (
         FLOAT32,
         devices=("cpu",),
         dtypes=("float16",),
-        breaks=_lstm_is_missing,
+        breaks=lstm_is_missing,
         always=True,
     ),
     Fixup(
@@ -242,7 +243,7 @@ FIXUPS = (
         FLOAT32,
         devices=("cpu",),
         dtypes=("bfloat16",),
-        breaks=_lstm_is_missing,
+        breaks=lstm_is_missing,
     ),
     # Constants: masks of -1e9, sentinels, torch.finfo(torch.float32).min.
     Fixup(

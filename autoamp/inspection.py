@@ -69,18 +69,23 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class quietly:  # noqa: N801 - reads as a word: `with quietly():`
-    """What the probe computes is nobody's business: no autocast, no gradients."""
+    """What is computed for our own sake is nobody's business: no modes, autocast or gradients."""
 
     def __enter__(self) -> None:
-        self._autocast: Any = torch._C._DisableAutocast()
-        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        self._guards: tuple[Any, Any] = (
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableAutocast(),
+        )
+        for guard in self._guards:
+            guard.__enter__()  # type: ignore[no-untyped-call]
         self._grad = torch.is_grad_enabled()
         # Not `torch.no_grad`: torch may hold the lock of its cast cache, which that clears.
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *exception: object) -> None:
         torch._C._set_grad_enabled(self._grad)
-        self._autocast.__exit__(*exception)
+        for guard in reversed(self._guards):
+            guard.__exit__(*exception)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -238,7 +238,6 @@ PATCHES = (
         for target in (
             "torch.nn.utils:vector_to_parameters",
             "torch.nn.utils.convert_parameters:vector_to_parameters",
-            "torch.nn.utils.prune:BasePruningMethod.remove",
             "torch.utils:swap_tensors",
         )
     ),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .inspection import quietly
 from .naming import children
@@ -31,7 +30,7 @@ class Watch:
 
     def snapshot(self, module: Module) -> Snapshot:
         """What a call of this module may change besides its results."""
-        with _disable_current_modes(), quietly():
+        with quietly():
             buffers = [
                 (part, name, buffer, copy)
                 for part in _all_below(module)
@@ -63,7 +62,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Have them as they were."""
-        with _disable_current_modes(), quietly():
+        with quietly():
             for module, name, buffer, copy in self.buffers:
                 module._buffers[name] = buffer
                 if copy.layout is not torch.strided or not torch.equal(buffer, copy):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parameters_to_vector, parametrizations, prune
+from torch.nn.utils import parameters_to_vector, parametrizations
 
 import autoamp
 
@@ -127,14 +127,6 @@ def vector(layer: nn.Linear) -> Result:
     return [*seen, out(layer)]
 
 
-def pruned(layer: nn.Linear) -> Result:
-    seen = [out(layer)]
-    prune.custom_from_mask(layer, "weight", torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
-    seen.append(out(layer))
-    prune.remove(layer, "weight")
-    return [*seen, out(layer)]
-
-
 def functional_call(layer: nn.Linear) -> Result:
     sets = [{"weight": nn.Parameter(torch.full((1, 4), value))} for value in (1.0, 2.0, 3.0)]
     return [torch.func.functional_call(layer, own, (X,)).item() for own in sets]
@@ -207,7 +199,6 @@ EDITS = (
     load_state_dict,
     initialised_again,
     vector,
-    pruned,
     functional_call,
     swapped,
     parametrised,
@@ -436,7 +427,6 @@ def test_torch_is_as_it_was(mixed: Any) -> None:
         (torch.nn.utils, "vector_to_parameters"),
         (torch.nn.utils.convert_parameters, "vector_to_parameters"),
         (torch.utils, "swap_tensors"),
-        (prune.BasePruningMethod, "remove"),
     ]
     before = [vars(owner)[name] for owner, name in names]
     mixed("default", "float16")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
-from autoamp import opnames
+from autoamp import fixups, opnames
 from autoamp.categories import FLOAT32, LOWER, REFUSED, WIDEST, torchs_lists
 
 from .children import Job, Seen, in_children, look
@@ -74,7 +74,11 @@ NOT_FAKED = {
     *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "gru_cell"),
     *("cudnn_convolution", "cudnn_convolution_transpose", "grid_sampler"),
 }
-NO_HALF_KERNEL = {("cpu", "float16", "mkldnn_rnn_layer")}
+NO_HALF_KERNEL = {
+    ("cpu", dtype, "mkldnn_rnn_layer")
+    for dtype in ("float16", "bfloat16")
+    if fixups.lstm_is_missing(dtype)
+}
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ def train(run_python: Any, tmp_path: Path) -> Callable[..., Outcome]:
     """`train("scripts", "digits_cnn", "--steps", 8, AUTO_MIXED_PRECISION="torch")`."""
 
     def run(folder: str, name: str, *arguments: object, **variables: str) -> Outcome:
-        save = tmp_path / f"{folder}-{name}-{len(list(tmp_path.iterdir()))}.pt"
+        save = tmp_path / f"{folder}-{name}-{uuid.uuid4().hex}.pt"
         words = [str(argument) for argument in arguments]
         result = run_python(TESTS / folder / f"{name}.py", *words, "--save", str(save), **variables)
         assert result.returncode == 0, result.stderr

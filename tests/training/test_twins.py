@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from autoamp import fixups
+
 from .conftest import SCRIPTS, differences
 
 STEPS = 8
@@ -18,6 +20,8 @@ STEPS = 8
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_equals_its_twin(train: Any, name: str, dtype: str) -> None:
     """Printed lines, parameters, buffers and optimizer state; FP16 with dynamic loss scaling."""
+    if (name, dtype) == ("char_lstm", "bfloat16") and fixups.lstm_is_missing(dtype):
+        pytest.skip("this CPU has no bfloat16 LSTM: the hand-written twin fails, too")
     twin = train("twins", name, "--steps", STEPS, "--log-every", 2, "--dtype", dtype)
     script = train(
         "scripts",
