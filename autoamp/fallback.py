@@ -44,8 +44,13 @@ _PRECISION = re.compile(
     re.IGNORECASE,
 )
 """What errors say that half precision may be the reason of."""
-_DTYPES = re.compile(r"half|float|dtype|scalar type|not implemented for", re.IGNORECASE)
-"""What errors of a backward say of which it is certainly the reason."""
+_DTYPES = re.compile(
+    r"scalar type|same d?type|type .* should be the same|found dtype"
+    r"|not implemented for '(Half|BFloat16)'",
+    re.IGNORECASE,
+)
+"""What errors of a backward say of which it is certainly the reason. Not that a tensor is named: so
+does the one about weights that were edited in place."""
 _KINDS = (RuntimeError, TypeError, ValueError, ArithmeticError)
 _ASSERTIONS = (AssertionError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 """Errors that a script, or torch for it, raises where numbers are not what they should be."""
@@ -102,19 +107,20 @@ class Fallback:
 
     def is_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a root is called with shapes and in a mode in which it never was."""
-        if not (self.rule.inspect or self._looks_for_overflow):
-            return False
         module = args[0]
         self._lately.append(id(module))
-        key: list[Any] = [module.training, torch.is_grad_enabled()]
-        for value in (*args[1:], *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                key.append((value.dtype, value.dim(), int(value.numel()).bit_length()))
         seen = self._seen.get(id(module))
         if seen is None:
             self.session.modules.remember(module)
             seen = self._seen[id(module)] = set()
-        if (known := tuple(key)) in seen or len(seen) >= MAX_CLASSES:
+        is_wanted = self.rule.inspect or self._looks_for_overflow
+        if not is_wanted or len(seen) >= MAX_CLASSES:
+            return False
+        key: list[Any] = [module.training, torch.is_grad_enabled()]
+        for value in (*args[1:], *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                key.append((value.dtype, value.dim(), int(value.numel()).bit_length()))
+        if (known := tuple(key)) in seen:
             return False
         seen.add(known)
         return not _is_opaque(module) and torch._C._len_torch_dispatch_stack() == 0 and _is_plain()

@@ -339,6 +339,20 @@ def test_an_error_in_a_backward_loses_that_backward_and_no_more(mixed: Mixed, dt
     assert demotions() == [("", True)]
 
 
+def test_weights_edited_before_their_backward_are_an_error_as_ever(mixed: Mixed) -> None:
+    """torch names the kind of tensor: "[torch.HalfTensor [4, 4]] is at version 2"."""
+    mixed("default")
+    net = Net(Part(lambda x: x))
+    loss = net(torch.ones(2, 4).requires_grad_()).exp().sum()
+    hidden = net.first.weight.exp()
+    loss = loss + (hidden * hidden).sum()
+    hidden.detach().mul_(2)
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert demotions() == []
+
+
 def test_other_errors_in_a_backward_are_the_script_s(mixed: Mixed) -> None:
     mixed("default")
     loss = Net(Part(lambda x: x))(torch.ones(2, 4)).sum()
