@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .inspection import Finding, Probe, all_finite, none_is_spoilt, quietly
 from .kernels import FULL
 from .naming import Named, collect_names
+from .policy import FallbackRule
 from .ranks import has_ranks
 from .report import demotion_line
 from .snapshots import Snapshot, Watch, checkpoint_frame
@@ -83,6 +84,7 @@ class Fallback:
         self.session = session
         self.islands = islands
         self.rule = session.policy.fallback
+        self.is_on = self.rule != FallbackRule(patience=self.rule.patience)
         self._local = session.local
         self._seen: dict[int, set[tuple[Any, ...]]] = session.modules.new_table()
         self._hopeless: set[tuple[type, str]] = set()

@@ -153,9 +153,10 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     Inside of it a module may be an island, by a rule or because half precision broke it.
     """
     islands = session.islands = Islands(session, original)
-    regions, call_root, may_cure = session.regions, islands.call_root, islands.fallback.may_cure
+    regions, may_cure = session.regions, islands.fallback.may_cure
     entry_of, local, detours = session.modules.table.get, session.local, session.detours
     has_rules, entry_of_strangers = islands.has_rules, islands.entry_of_strangers
+    call_root = islands.call_root if has_rules or islands.fallback.is_on else original
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():

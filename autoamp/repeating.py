@@ -5,6 +5,7 @@ The graph is kept for as long as that takes. Leaves before which a gate stands a
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -60,7 +61,7 @@ class Call(NamedTuple):
         return None if any(type(node).__name__ == COMPILED for node in nodes) else nodes
 
 
-class _Run:
+class _Run(abc.ABC):
     """A call that is made again at half the scale until it `is_done`; `running` is the last pass.
 
     `fell_to`: the scale that it took, None if it was done at once, or never.
@@ -71,9 +72,9 @@ class _Run:
         self.running = running
         self.fell_to: float | None = None
 
+    @abc.abstractmethod
     def is_done(self, result: Any) -> bool:
         """Whether what the script will see is finite. Waits for the device."""
-        raise NotImplementedError
 
 
 class Differentiation(_Run):

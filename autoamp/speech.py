@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -19,10 +20,8 @@ class _Stderr(logging.Handler):
     """Writes to whatever ``sys.stderr`` is at the time; a closed or missing one is no error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is nobody to tell
             sys.stderr.write(record.getMessage() + "\n")
-        except (AttributeError, OSError, ValueError):
-            pass  # no stderr: nobody to tell
 
 
 class Speech:

@@ -72,7 +72,7 @@ def is_broken_natively(call: Call, dtype: str) -> bool:
         with warnings.catch_warnings(), torch.autocast("cpu", HALVES[dtype]):
             warnings.simplefilter("error")
             result = call(half, data)
-    except (RuntimeError, NotImplementedError, UserWarning):
+    except (RuntimeError, NotImplementedError, UserWarning):  # refused, or warned of
         return True
     return not is_close(result, expected, dtype)
 

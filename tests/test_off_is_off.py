@@ -62,7 +62,7 @@ def look(run_python):
 
 installed = pytest.mark.skipif(
     not entry_points(group="torch.backends", name="autoamp"),
-    reason="autoamp is not installed with pip here: torch does not know its entry point",
+    reason="torch learns of autoamp from pip's metadata, and here is none: pip install . brings it",
 )
 
 

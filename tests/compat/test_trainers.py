@@ -312,7 +312,8 @@ def needs(name: str) -> Any:
     """`name` as a parameter, skipped where its library is not installed (it is a test extra)."""
     library = name.split(",")[0].split()[0]
     missing = library in NEIGHBOURS and library not in INSTALLED
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"{library} not installed"))
+    reason = f"{library} is not installed here: pip install '.[test]' brings it"
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
 
 
 @pytest.fixture(scope="module")

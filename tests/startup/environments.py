@@ -29,7 +29,9 @@ def find_python(version: str) -> Path:
         return found[-1]
     on_path = shutil.which(f"python{version}")
     if on_path is None:
-        pytest.skip(f"Python {version} is not on this machine (looked in ~/.pyenv and PATH)")
+        pytest.skip(
+            f"no Python {version} in ~/.pyenv or on PATH: pyenv install {version} brings it"
+        )
     return Path(on_path)
 
 

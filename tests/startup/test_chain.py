@@ -136,7 +136,7 @@ def test_debians_own_sitecustomize_still_runs(ours, tmp_path):
     python = Path("/usr/bin/python3")
     found = list(Path("/usr/lib").glob("python3*/sitecustomize.py"))
     if not python.exists() or not found:
-        pytest.skip("this machine has no system Python with a sitecustomize of its own")
+        pytest.skip("only Debian and its kin ship a sitecustomize, and here is none to be kept")
     script = "import sys; print(sys.modules['sitecustomize'].__file__ in sys.argv)"
     debian = Environment(python, tmp_path).on(**path(ours))
     result = debian.run("-c", script, *found)

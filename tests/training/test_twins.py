@@ -21,7 +21,7 @@ STEPS = 8
 def test_script_equals_its_twin(train: Any, name: str, dtype: str) -> None:
     """Printed lines, parameters, buffers and optimizer state; FP16 with dynamic loss scaling."""
     if (name, dtype) == ("char_lstm", "bfloat16") and fixups.lstm_is_missing(dtype):
-        pytest.skip("this CPU has no bfloat16 LSTM: the hand-written twin fails, too")
+        pytest.skip("torch has no bfloat16 LSTM for this CPU: there is no twin to be equal to")
     twin = train("twins", name, "--steps", STEPS, "--log-every", 2, "--dtype", dtype)
     script = train(
         "scripts",
