@@ -12,7 +12,18 @@ from . import requirements
 requirements.check_torch()
 
 # ruff: noqa: E402 - what follows needs a torch that is not too old
-from . import bootstrap, modules, overflow, plan, policyfile, region, report, settings, stepping
+from . import (
+    bootstrap,
+    interop,
+    modules,
+    overflow,
+    plan,
+    policyfile,
+    region,
+    report,
+    settings,
+    stepping,
+)
 from .compat import standins
 from .errors import AutoampError
 from .kernels import Kernels, Local
@@ -116,6 +127,7 @@ def _finish(closing: Session) -> None:
 
 def _close(closing: Session) -> None:
     closing.active = False
+    interop.unhook()
     standins.remove()
     if closing.dynamo_watch is not None:
         closing.dynamo_watch.remove()

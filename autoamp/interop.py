@@ -8,8 +8,10 @@ not seen by the tensor.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
+import gc
 import operator
 import types
 from collections.abc import Callable
@@ -148,6 +150,15 @@ def _seeing_float32(hook: Any, session: Session, is_pre: bool) -> Any:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+
+
+def unhook() -> None:
+    """Put the script's hooks back in the places of ours, on all modules that there are."""
+    for hook in [one for one in gc.get_referrers(Hook) if type(one) is Hook]:
+        for holder in gc.get_referrers(hook):
+            if isinstance(holder, collections.OrderedDict):  # what torch keeps hooks in
+                for key in [key for key, value in holder.items() if value is hook]:
+                    holder[key] = hook.__wrapped__
 
 
 def script_stub(original: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -708,13 +708,28 @@ def scripted_hook(self, inputs: tuple[torch.Tensor], output: torch.Tensor) -> to
 def test_after_disable_hooks_are_the_plain_ones(mixed):
     mixed("default", "bfloat16")
     model, seen = net(), []
-    model.features[2].register_forward_hook(lambda m, args, y: seen.append(y))
+
+    def keep(module: Any, args: Any, y: torch.Tensor) -> None:
+        seen.append(y)
+
+    handle = model.features[2].register_forward_hook(keep)
+    before = model.register_forward_pre_hook(lambda module, args: None)
+    everywhere = torch.nn.modules.module.register_module_forward_hook(keep)
     with torch.no_grad():
         model(images())
     autoamp.disable()
+    assert list(model.features[2]._forward_hooks.values()) == [keep]
+    everywhere_hooks = torch.nn.modules.module._global_forward_hooks
+    left = [model.features[2]._forward_hooks, model._forward_pre_hooks, everywhere_hooks]
+    assert {type(hook) for hooks in left for hook in hooks.values()} == {type(keep)}
+    for one in (before, everywhere):
+        one.remove()
+    seen[:] = seen[:1]
     half = model.to(torch.bfloat16)
     half(images().bfloat16())
     assert [y.dtype for y in seen] == [torch.float32, torch.bfloat16]
+    handle.remove()
+    assert not model.features[2]._forward_hooks
 
 
 # --- ops of extensions ---------------------------------------------------------------------------

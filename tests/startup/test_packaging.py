@@ -152,9 +152,10 @@ def test_an_editable_install_has_the_start_files_and_takes_them_with_it(
 
 
 def test_uv_installs_editable_with_the_start_files(pip_environment, source, tmp_path):
-    uv = shutil.which("uv")
+    beside = os.path.dirname(sys.executable)
+    uv = shutil.which("uv", path=os.pathsep.join([beside, os.environ["PATH"]]))
     if uv is None:
-        pytest.skip("uv is not on PATH")
+        pytest.skip("uv is neither beside this Python nor on PATH: pip install '.[test]' brings it")
     checkout = tmp_path / "checkout"
     shutil.copytree(source, checkout)
     how = ["--no-build-isolation", "--no-deps", "--offline", "--python", pip_environment.python]
