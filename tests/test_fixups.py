@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from regions import inside
 from torch import nn
 
 import autoamp
@@ -24,25 +25,6 @@ BIG = {"float16": 1e9, "bfloat16": torch.finfo(torch.float32).max}
 INFINITY = float("inf")
 ALONE = "extends: default\nfallback: {on_error: raise, on_overflow: keep, inspect: false}\n"
 """The default policy where nothing but fix-ups helps."""
-
-
-class Region(nn.Module):
-    """Calls a function inside a region, and hands its result out untouched."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-        self.function = function
-        self.seen: Any = None
-
-    def forward(self, *args: Any) -> None:
-        self.seen = self.function(*args)
-
-
-def inside(function: Callable[..., Any], *args: Any) -> Any:
-    region = Region(function)
-    region(*args)
-    return region.seen
 
 
 @pytest.fixture

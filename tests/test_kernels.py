@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from regions import inside
 from torch import nn
 
 import autoamp
@@ -18,25 +19,6 @@ Mixed = Callable[..., Any]
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
 HALF = X.bfloat16()
-
-
-class Region(nn.Module):
-    """Calls a function inside a region, and hands its result out untouched."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-        self.function = function
-        self.seen: Any = None
-
-    def forward(self, *args: Any) -> None:
-        self.seen = self.function(*args)
-
-
-def inside(function: Callable[..., Any], *args: Any) -> Any:
-    region = Region(function)
-    region(*args)
-    return region.seen
 
 
 @pytest.fixture

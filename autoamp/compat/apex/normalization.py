@@ -108,40 +108,31 @@ class FusedRMSNorm(torch.nn.RMSNorm):
         self.memory_efficient = memory_efficient
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _OfItsParameters(torch.nn.Module):
+    """A norm whose result has the dtype of its parameters; it has to have some."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_without_parameters(self, kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        normalized: torch.Tensor = super().forward(input.to(self.get_parameter("weight").dtype))
+        return normalized
+
+
+class MixedFusedLayerNorm(_OfItsParameters, FusedLayerNorm):
     """Layer norm whose result has the dtype of its parameters."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        _refuse_without_parameters(self, kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        return super().forward(input.to(self.weight.dtype))
-
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_OfItsParameters, FusedRMSNorm):
     """RMS norm whose result has the dtype of its parameter."""
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        _refuse_without_parameters(self, kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self.weight.dtype))
 
 
 def _refuse_without_parameters(norm: object, kwargs: dict[str, Any]) -> None:
