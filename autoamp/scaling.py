@@ -27,15 +27,19 @@ class LossScale:
     """
 
     def __init__(self, rule: LossScaleRule) -> None:
-        self.rule = rule
         self.say: Callable[[str], None] = _nobody_listens
+        self._patience, self._impatient = 0, _nobody_waits
+        self.follow(rule)
+
+    def follow(self, rule: LossScaleRule) -> None:
+        """Start anew, by a rule."""
+        self.rule = rule
         self.was_loaded = False
         # Where nothing bounds it, it still stays a number that float32 holds and inverts.
         self._bounds = max(rule.min, SCALES[0]), min(rule.max, SCALES[1])
         self._has_warned = False
         self._skips_in_a_row = 0  # that have been read back
         self._before_skips = rule.init
-        self._patience, self._impatient = 0, _nobody_waits
         self.taken = 0
         self.skipped = 0
         self.history: list[list[float]] = [[0, rule.init]]

@@ -18,6 +18,9 @@ from .inspection import quietly
 from .naming import children
 
 Module = torch.nn.Module
+# Of torch 2.5 and later: before, a forward inside a checkpoint is made again with the notes of the
+# failed one, and torch says that the number of saved tensors differs.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 class Watch:
@@ -99,7 +102,7 @@ def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any
 
 def checkpoint_frame() -> tuple[Any, int] | None:
     """The checkpoint in whose forward this is, and how many tensors it has noted."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _top_hooks(False)
     pack: Any = hooks[0] if hooks else None
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
         return None

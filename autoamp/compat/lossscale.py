@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..policy import LossScaleRule
-from ..scaling import LossScale
 from ..session import Session
 
 MAX_LOSS_SCALE = 2.0**24
@@ -22,14 +21,10 @@ def set_loss_scale(
 
     AUTO_MIXED_PRECISION_LOSS_SCALE outranks it.
     """
-    old = session.loss_scale
-    rule = _rule(old.rule, asked, least, most)
-    if rule == old.rule or session.settings.loss_scale is not None:
-        return
-    new = LossScale(rule)
-    new.say = old.say
-    new.watch_skips(old._patience, old._impatient)
-    session.loss_scale = new
+    scale = session.loss_scale
+    rule = _rule(scale.rule, asked, least, most)
+    if rule != scale.rule and session.settings.loss_scale is None:
+        scale.follow(rule)
 
 
 def _rule(
