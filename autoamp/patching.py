@@ -7,6 +7,7 @@ data (`patches`).
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,13 @@ class _Applied:
         return vars(self.owner).get(self.name, _ABSENT) is self.installed
 
 
+_KINDS: dict[type, Callable[..., Any]] = {
+    staticmethod: staticmethod,
+    classmethod: classmethod,
+    types.ClassMethodDescriptorType: classmethod,
+}
+
+
 class Ledger:
     """What was put in, and what was there before; `restore` is the exact inverse of `apply`."""
 
@@ -101,9 +109,9 @@ class Ledger:
     def replace(self, owner: Any, name: str, replacement: Any, target: str = "") -> None:
         """Put one replacement in place, to be restored with the rest."""
         before = vars(owner).get(name, _ABSENT)
-        # A static method or a class method has to go back in as one.
-        kind = type(inspect.getattr_static(owner, name, None))
-        installed = kind(replacement) if kind in (staticmethod, classmethod) else replacement
+        # What is a static method or a class method, in Python or in C, stays one.
+        kind = _KINDS.get(type(inspect.getattr_static(owner, name, None)))
+        installed = kind(replacement) if kind is not None else replacement
         setattr(owner, name, installed)
         self._applied.append(
             _Applied(

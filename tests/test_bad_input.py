@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 SWITCH = "AUTO_MIXED_PRECISION"
@@ -134,3 +136,24 @@ def test_a_mistake_is_none_while_autoamp_is_off(run_python):
 def test_without_a_mistake_the_same_script_runs_in_lower_precision(run_python):
     result = run_python(SCRIPT, **{SWITCH: "1", f"{SWITCH}_DTYPE": "bfloat16"})
     assert (result.returncode, result.stdout) == (7, "started torch.bfloat16 True\n")
+
+
+def test_a_torch_that_has_lost_something_costs_a_line_and_not_the_program(run_python):
+    result = run_python(
+        """
+        import os, torch
+        del torch._amp_update_scale_
+        os.environ["AUTO_MIXED_PRECISION"] = "1"
+        os.environ["AUTO_MIXED_PRECISION_DTYPE"] = "float16"
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    """.replace("\n        ", "\n")
+    )
+    assert result.returncode == 0, result.stderr
+    version = importlib.metadata.version("torch")
+    assert result.stderr.startswith(
+        f"autoamp: off in this process: torch {version} does not have torch._amp_update_scale_; "
+        "install an autoamp that knows this torch, or unset AUTO_MIXED_PRECISION; "
+    )

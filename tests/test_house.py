@@ -10,10 +10,14 @@ import pytest
 
 import autoamp
 from autoamp.patches import PATCHES
+from autoamp.requirements import PRIVATE
 
 PACKAGE = Path(autoamp.__file__).parent
 README = Path(__file__).parents[1] / "README.md"
 ROOMS = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
+ALL_CODE = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
+}
 STANDARD_LIBRARY_ONLY = {"__init__", "bootstrap"}
 WITHOUT_TORCH = {"__init__", "__main__", "bootstrap", "errors", "settings", "policy", "policyfile"}
 WITHOUT_TORCH |= {"grammar", "opnames", "oprules", "reading", "schema", "sections", "spelling"}
@@ -80,12 +84,12 @@ def test_the_runtime_does_not_know_the_command_line(room: str) -> None:
     assert not reachable(room) & {"cli", "doctor"}
 
 
-@pytest.mark.parametrize("room", sorted(ROOMS.keys() - {"patching"}))
-def test_only_patching_sets_attributes_by_name(room: str) -> None:
+@pytest.mark.parametrize("file", sorted(ALL_CODE.keys() - {"patching.py"}))
+def test_only_patching_sets_attributes_by_name(file: str) -> None:
     """`object.__setattr__` on our own copies (casting) is another matter."""
     calls = [
         ast.unparse(node)
-        for node in ast.walk(ROOMS[room])
+        for node in ast.walk(ALL_CODE[file])
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr")
     ]
     assert calls == []
@@ -102,6 +106,26 @@ def test_only_the_table_names_what_is_replaced(room: str) -> None:
         and re.fullmatch(r"torch[\w.]*:[\w.]+", node.value)
     }
     assert names == ({"torch.nn:Module.__call__"} if room == "activation" else set())
+
+
+def inside_functions(tree: ast.Module) -> set[str]:
+    """What functions look up in torch when they run: dotted names, without the first part."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
+    texts = {
+        ast.unparse(node)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+    }
+    return {text.removeprefix("torch.") for text in texts if re.fullmatch(r"torch[\w.]+", text)}
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_private_names_of_torch_are_checked_before_anything_runs(room: str) -> None:
+    """A name that is looked up when a room is loaded is missed then; the others are listed."""
+    private = {name for name in inside_functions(ROOMS[room]) if re.search(r"(^|\.)_[^_]", name)}
+    known = {".".join(name.split(".")[:n]) for name in PRIVATE for n in range(1, 9)}
+    assert {name for name in private if not name.startswith(PRIVATE)} <= known
 
 
 def test_readme_prints_the_table_of_patches() -> None:
