@@ -62,6 +62,11 @@ def _why_idle() -> str:
         return "AUTO_MIXED_PRECISION is off"
     if switch is None:
         return "AUTO_MIXED_PRECISION is not set"
+    if bootstrap.has_rights_of_another():
+        return (
+            "the process has rights that its user lacks (setuid or setgid): "
+            "the variables are not read"
+        )
     if "torch" in sys.modules:
         return (
             "AUTO_MIXED_PRECISION was set after torch was imported; "

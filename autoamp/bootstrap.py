@@ -48,6 +48,16 @@ def switch(environ: Mapping[str, str] | None = None) -> str | None:
     return "default" if value.lower() in ON else value or None
 
 
+def has_rights_of_another() -> bool:
+    """Whether the user who set the variables lacks rights that this process has (setuid, setgid).
+
+    A policy is a path to read, a report one to write: not with rights that are not theirs.
+    """
+    if not hasattr(os, "getuid"):
+        return False
+    return os.getuid() != os.geteuid() or os.getgid() != os.getegid()
+
+
 def start(door: str = ".start") -> None:
     """Activate as soon as torch is loaded, if autoamp is wanted; for files that run at startup."""
     if not SUPPORTED or phase != "idle" or not _is_wanted():
@@ -115,7 +125,7 @@ def disable() -> None:
 
 
 def _is_wanted() -> bool:
-    return switch() not in (None, "off")
+    return switch() not in (None, "off") and not has_rights_of_another()
 
 
 def _is_being_imported(name: str) -> bool:

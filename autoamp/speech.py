@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import sys
 
+from .spelling import one_line
+
 LEVELS = {
     "quiet": logging.CRITICAL + 10,
     "notice": 25,
@@ -17,11 +19,14 @@ LEVELS = {
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time; a closed or missing one is no error."""
+    """Writes to whatever ``sys.stderr`` is at the time; a closed or missing one is no error.
+
+    One line, whatever it quotes: a module may be named by what a script has read somewhere.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is nobody to tell
-            sys.stderr.write(record.getMessage() + "\n")
+            sys.stderr.write(one_line(record.getMessage()) + "\n")
 
 
 class Speech:
