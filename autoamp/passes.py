@@ -6,7 +6,9 @@ empty: the pass travels in the thread-local state that torch hands to them.
 
 from __future__ import annotations
 
+import ctypes
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -177,19 +179,40 @@ def current() -> Pass | UserCode | None:
 def run_in(value: Pass | UserCode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` while `value` is what runs, on this thread and on those of the engine."""
     before = current()
-    torch._C._stash_obj_in_tls(KEY, value)
+    _stash(KEY, value)
     try:
         return function(*args, **kwargs)
     finally:
         if before is None:
             _forget(KEY)
         else:
-            torch._C._stash_obj_in_tls(KEY, before)
+            _stash(KEY, before)
+
+
+def _stash_counted(key: str, value: object) -> None:
+    """`_stash_obj_in_tls` of a torch that takes over a reference of its caller and counts none."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def _counts_references() -> bool:
+    """Whether the stash holds on to what it is given, as in torch 2.13; 2.11 only let go of it."""
+    value = object()
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(KEY, value)
+    counts = sys.getrefcount(value) > before
+    if not counts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    return counts
 
 
 def _overwrite(key: str) -> None:
-    torch._C._stash_obj_in_tls(key, None)
+    _stash(key, None)
 
 
+_stash: Callable[[str, Any], None] = (
+    torch._C._stash_obj_in_tls if _counts_references() else _stash_counted
+)
 # Erasing is safer at thread exit, says torch/autograd/graph.py; older versions can only overwrite.
 _forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", _overwrite)
+_forget(KEY)
