@@ -692,13 +692,16 @@ def test_compiled_parts_of_a_model_meet_functions(mixed, dtype):
 
 def test_apply_is_what_it_was_to_those_who_look(mixed):
     plain = vars(Function)["apply"]
-    signature = inspect.signature(Square.apply)
+    is_python = isinstance(plain, classmethod)  # from torch 2.14 on it is C, without a signature
+    signature = inspect.signature(Square.apply) if is_python else None
     mixed("default", "bfloat16")
     apply = Square.apply
     assert isinstance(vars(Function)["apply"], classmethod)
     assert apply.__self__ is Square
-    assert (apply.__name__, apply.__qualname__) == ("apply", "Function.apply")
-    assert inspect.signature(apply) == signature
+    assert apply.__name__ == "apply"
+    if is_python:
+        assert apply.__qualname__ == "Function.apply"
+        assert inspect.signature(apply) == signature
     assert pickle.loads(pickle.dumps(apply)) == apply
     assert copy.deepcopy(apply) == apply
     assert functools.partial(apply)(torch.tensor(2.0)).item() == 4.0

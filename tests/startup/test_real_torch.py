@@ -76,7 +76,9 @@ def test_a_variable_set_by_the_script_before_torch_counts_and_no_process_is_star
         "os.environ['AUTO_MIXED_PRECISION'] = '1'\n"
     )
     found = status(real, script + TRAIN + "print(started)")
-    assert (found.active, found.door, found.printed) == (True, "torch.backends", ["[]"])
+    plain = real.run("-c", script.replace("'1'", "'0'") + TRAIN + "print(started)")
+    assert (found.active, found.door) == (True, "torch.backends")
+    assert found.printed == plain.stdout.splitlines()  # torch's CUDA builds start one
 
 
 def test_a_variable_set_after_torch_counts_from_the_first_optimizer(real):
