@@ -74,7 +74,7 @@ def facts(
     }
 
 
-_SHOWN = ("fixups", "modules", "parameters", "outputs", "loss_scale", "fallback", "not_yet")
+_SHOWN = ("fixups", "modules", "parameters", "outputs", "loss_scale", "fallback", "distributed", "not_yet")
 
 
 def _told(
@@ -175,6 +175,7 @@ def _header(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield "outputs", [found["outputs"]]
     yield "loss scale", [_loss_scale(found)]
     yield "fallback", [", ".join(f"{k} {v}".lower() for k, v in found["fallback"].items())]
+    yield "gradients", [f"between processes: {found['distributed']['gradients']}"]
     later = [(f"{x['what']}: {x['value']}", place(x["origin"])) for x in found["not_yet"]]
     yield "not yet", [f"{what} ({where})" for what, where in later]
 

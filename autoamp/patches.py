@@ -20,6 +20,7 @@ from . import (
     interop,
     opnames,
     recomputing,
+    reducing,
     region,
     stepping,
 )
@@ -53,6 +54,11 @@ def fixes(policy: Policy) -> bool:
 def holds_schedulers(policy: Policy) -> bool:
     """Whether learning rates stay as they are after a skipped step."""
     return policy.scales and policy.loss_scale.hold_schedulers
+
+
+def halves_gradients(policy: Policy) -> bool:
+    """Whether processes exchange gradients in half."""
+    return policy.gradients == "half"
 
 
 def find_builtin(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -283,6 +289,28 @@ PATCHES = (
         "torch.amp.autocast_mode:autocast.__enter__",
         contexts.context_entered,
         "a script with mixed precision of its own keeps to it",
+    ),
+    *(
+        Patch(
+            f"torch.nn.parallel.distributed:DistributedDataParallel.{name}",
+            factory,
+            why,
+            when=halves_gradients,
+            optional=True,
+        )
+        for name, factory, why in (
+            (
+                "_ddp_init_helper",
+                reducing.init_reducer,
+                "gradients travel in half, where the policy says so",
+            ),
+            ("register_comm_hook", reducing.register, "a hook of the script's wins over that"),
+            (
+                "_register_builtin_comm_hook",
+                reducing.register_builtin,
+                "a hook of the script's wins over that",
+            ),
+        )
     ),
     Patch(
         "torch:Tensor.__setitem__",

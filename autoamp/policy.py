@@ -16,6 +16,7 @@ FIXUPS = ("on", "off")
 ON_ERROR = ("float32", "raise")
 ON_OVERFLOW = ("float32", "keep")
 MODES = ("dynamic", "static", "off")
+GRADIENTS = ("keep", "half")
 BASES = ("device", "cuda", "none")
 """Whose op lists a policy starts from: torch's for the device, torch's for CUDA, or nobody's."""
 LISTS = ("lower", "float32", "widest")
@@ -138,6 +139,8 @@ class Policy:
     outputs: str = "float32"
     loss_scale: LossScaleRule = LossScaleRule()
     fallback: FallbackRule = FallbackRule()
+    gradients: str = "keep"
+    """The dtype in which processes exchange gradients: their own, or the lower precision."""
     not_yet: tuple[str, ...] = ()
     """Sentences: what the policy asks for that this version does not do."""
 

@@ -221,6 +221,10 @@ def _fallback(said: Said, policy: Policy) -> Mapping[str, Any]:
     return {"fallback": replace(policy.fallback, **_plain(said))}
 
 
+def _distributed(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return _plain(said)
+
+
 _BUILD: Mapping[str, Callable[[Said, Policy], Mapping[str, Any]]] = {
     "devices": _devices,
     "ops": _ops,
@@ -230,6 +234,7 @@ _BUILD: Mapping[str, Callable[[Said, Policy], Mapping[str, Any]]] = {
     "outputs": _outputs,
     "loss_scale": _loss_scale,
     "fallback": _fallback,
+    "distributed": _distributed,
 }
 """By section of a file, what it changes in a policy."""
 

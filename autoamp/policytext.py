@@ -64,6 +64,7 @@ def plain(policy: Policy) -> dict[str, Any]:
         "outputs": policy.outputs,
         "loss_scale": {key: _number(value) for key, value in constants.items()},
         "fallback": asdict(policy.fallback),
+        "distributed": {"gradients": policy.gradients},
         "not_yet": [
             {"what": what, "value": said.split()[0], "origin": origin}
             for origin, what, said in (sentence.rsplit(": ", 2) for sentence in policy.not_yet)
@@ -135,6 +136,7 @@ def _lines(policy: Policy) -> Iterator[str]:
     constants = {k: float("inf") if v is None else v for k, v in said["loss_scale"].items()}
     yield f"loss_scale: {flow(constants)}"
     yield f"fallback: {flow(said['fallback'])}"
+    yield f"distributed: {flow(said['distributed'])}"
     yield from _later(said["not_yet"])
 
 

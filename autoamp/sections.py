@@ -165,6 +165,14 @@ _FALLBACK: Mapping[str, Kind] = {
     "patience": Number("Skipped steps in a row before overflows are looked for.", *_COUNT),
 }
 
+_DISTRIBUTED: Mapping[str, Kind] = {
+    "gradients": Word(
+        "The dtype in which DistributedDataParallel exchanges gradients: as they are, or in the "
+        "lower precision.",
+        words.GRADIENTS,
+    ),
+}
+
 LATER: Mapping[str, Mapping[str, tuple[str, Word | Number]]] = {
     "performance": {
         "memory_format": (
@@ -179,12 +187,6 @@ LATER: Mapping[str, Mapping[str, tuple[str, Word | Number]]] = {
         "stand_down": (
             "off",
             Word("Whether autoamp switches itself off where it brings nothing.", ("auto", "off")),
-        ),
-    },
-    "distributed": {
-        "gradients": (
-            "keep",
-            Word("The dtype in which processes exchange gradients.", ("keep", "half")),
         ),
     },
 }
@@ -222,6 +224,7 @@ POLICY = Map(
         "outputs": Word("The dtype of what leaves the outermost module.", words.OUTPUTS),
         "loss_scale": Map("How the gradients of float16 are scaled.", _LOSS_SCALE),
         "fallback": Map("What becomes of modules that half precision breaks.", _FALLBACK),
+        "distributed": Map("How processes work together.", _DISTRIBUTED),
         **_LATER,
     },
 )

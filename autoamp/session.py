@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .modules import Rules
     from .overflow import Spoilt
     from .patching import Ledger
+    from .reducing import Reduction
     from .region import Regions
     from .stepping import Gates
 
@@ -110,6 +111,10 @@ class Session:
         default_factory=weakref.WeakKeyDictionary
     )
     """By custom Function: on which type of device its forward ran as an island (`functions`)."""
+    reductions: weakref.WeakKeyDictionary[torch.nn.Module, Reduction] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """By data-parallel model: what stands in the place of its communication hook (`reducing`)."""
     spoilt: Spoilt = field(init=False)
     modules: Rules = field(init=False)
     islands: Islands = field(init=False)

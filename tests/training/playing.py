@@ -56,10 +56,16 @@ def by_hand(name: str, mode: Mode) -> dict[str, Any]:
     )
 
 
-def mixed_by(mixed: Callable[..., Any], folder: Path, name: str, mode: Mode) -> dict[str, Any]:
-    """What the pattern finds under autoamp; `mixed` is the fixture, `folder` a temporary one."""
+def mixed_by(
+    mixed: Callable[..., Any], folder: Path, name: str, mode: Mode, sections: str = ""
+) -> dict[str, Any]:
+    """What the pattern finds under autoamp; `mixed` is the fixture, `folder` a temporary one.
+
+    `sections` are more lines of the policy.
+    """
     policy = folder / "mode.yaml"
-    policy.write_text(f"loss_scale: {{init: {mode.init}, interval: {mode.interval}}}\n")
+    scale = f"loss_scale: {{init: {mode.init}, interval: {mode.interval}}}\n"
+    policy.write_text(scale + sections)
     mixed(str(policy), dtype=mode.dtype)
     return _play(name, {})
 

@@ -20,6 +20,10 @@ import autoamp
 from .playing import MODES, PATTERNS, by_hand, mixed_by, plain
 
 
+SECTIONS = {"r_half": "distributed: {gradients: half}\n"}
+"""What the policy of a pattern says besides."""
+
+
 def play(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "plain", plain(name)
     for word, mode in MODES.items():
@@ -31,7 +35,7 @@ def play(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
             autoamp.disable()
             autoamp.enable(policy)
 
-        yield word, mixed_by(enable, folder, name, mode)
+        yield word, mixed_by(enable, folder, name, mode, SECTIONS.get(name, ""))
         yield f"{word} status", autoamp.status()
 
 

@@ -1,0 +1,62 @@
+"""The same by hand."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+KINDS = {
+    "static graph": lambda: DistributedDataParallel(model(), static_graph=True),
+    "views": lambda: DistributedDataParallel(model(), gradient_as_bucket_view=True),
+    "small buckets": lambda: DistributedDataParallel(model(), bucket_cap_mb=1e-5),
+    "compiled inside": lambda: DistributedDataParallel(torch.compile(model(), backend="aot_eager")),
+    "compiled outside": lambda: torch.compile(DistributedDataParallel(model()), backend="aot_eager"),
+    "uneven": lambda: DistributedDataParallel(model()),
+    "replicas of one device": lambda: nn.DataParallel(model()),
+}
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(1)
+inputs = torch.randn(world, 12, 16, 4)[rank]
+result = {}
+scaler = torch.amp.GradScaler("cpu", INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=DTYPE is torch.float16)
+
+for kind, make in KINDS.items():
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    losses, norms = [], []
+
+    def call(x):
+        with torch.autocast("cpu", DTYPE):
+            out = net(x)
+        return out.float()
+
+    def train(batches):
+        for x in batches:
+            optimizer.zero_grad()
+            first, second = x.chunk(2)
+            if kind == "views":
+                with net.no_sync():
+                    scaler.scale(F.mse_loss(call(first), first[:, :2].sin())).backward()
+            loss = F.mse_loss(call(second), second[:, :2].sin())
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            losses.append(loss.item())
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+            scaler.step(optimizer)
+            scaler.update()
+
+    if kind == "uneven":
+        for epoch in range(2):  # the second one starts with whatever scale the first one left
+            with net.join():
+                train(inputs[: 4 + 2 * rank])
+        train(inputs[:2])
+    else:
+        train(inputs)
+    result[kind] = {"loss": losses, "norm": norms, "parameters": [p.detach() for p in net.parameters()]}
