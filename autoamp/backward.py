@@ -14,7 +14,7 @@ import torch
 
 from .graphs import AccumulateGrad, executed, nodes_of
 from .passes import Pass, UserCode, current
-from .ranks import beyond, has_ranks
+from .ranks import beyond, collectives, has_ranks
 from .region import is_functionalizing
 from .repeating import Accumulation, Call, Differentiation, checks_nan, unscaled, until_finite
 from .scaling import any_of
@@ -165,6 +165,7 @@ class _Engine:
         if running.flags:
             backward = running.scale, any_of(running.flags)
             self.session.backwards.append(backward)
+            self.session.backwards.collectives = collectives()
             self.session.spoilt.note(leaves, backward[1])
             if call.around is None:
                 self.unheeded.note(leaves, mark, backward)

@@ -110,10 +110,12 @@ def concerns(
     backwards: list[Backward],
     spoilt: Spoilt,
     is_spoilt: bool = False,
+    is_exchanged: bool = False,
 ) -> bool:
     """Whether some of `backwards` left the optimizer gradients that are not finite.
 
-    Or whether it `is_spoilt` anyway. One synchronisation, or two: a backward that overflowed need
+    Or whether it `is_spoilt` anyway, or has some from another rank if gradients may have been
+    exchanged since (`is_exchanged`). One synchronisation, or two: a backward that overflowed need
     not concern this optimizer (another one's loss, gradients zeroed since). Ranks that share an
     optimizer give one answer: each of them asks the others as often.
     """
@@ -121,7 +123,8 @@ def concerns(
     if is_spoilt and not groups:
         return True
     flags = [found_inf for _, found_inf in backwards]
-    if not anywhere(is_spoilt or (bool(flags) and bool(any_of(flags).item())), groups):
+    may_be = is_spoilt or is_exchanged
+    if not anywhere(may_be or (bool(flags) and bool(any_of(flags).item())), groups):
         return False
     is_found = bool(in_gradients(optimizer).item())
     return anywhere(is_found or is_spoilt or spoilt.was_last_for(optimizer), groups)

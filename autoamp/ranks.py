@@ -8,6 +8,7 @@ a step, and never in a backward: one that raises there must not wait for the oth
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -23,6 +24,23 @@ _Sink: Any = data_parallel._DDPSink._backward_cls
 def has_ranks() -> bool:
     """Whether other processes take part in what runs here."""
     return bool(_is_up()) and _distributed.get_world_size() > 1
+
+
+def collectives() -> int:
+    """How many operations this process has begun on all of its process groups.
+
+    Two numbers that differ: in between something was exchanged, or nobody can tell.
+    """
+    if not has_ranks():
+        return 0
+    try:
+        groups = _distributed.distributed_c10d._world.pg_map
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    except (AttributeError, RuntimeError):  # a backend that does not count, or another torch
+        return next(_unknown)
+
+
+_unknown = itertools.count(-1, -1)
 
 
 def beyond(leaves: list[torch.Tensor], nodes: Iterable[Any]) -> list[torch.Tensor]:

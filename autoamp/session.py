@@ -49,6 +49,8 @@ class Backwards:
 
     def __init__(self) -> None:
         self.count = 0
+        self.collectives = 0
+        """What `ranks.collectives` was when the last one ended."""
         self._kept: deque[Backward] = deque(maxlen=self.KEPT)
 
     def append(self, backward: Backward) -> None:

@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 
 from . import overflow
 from .closures import Evaluations, Skip
-from .ranks import least
+from .ranks import collectives, least
 from .region import is_compiling
 from .scaling import any_of
 from .session import Backward, Session
@@ -160,9 +160,11 @@ class Gates:
                 is_spoilt = session.spoilt.flag_for(optimizer) is not False
         if not backwards and not is_spoilt and not shared:
             return step(optimizer, *args, **kwargs), None
+        # What a script exchanges between backward and step may be gradients: those of other ranks.
+        is_exchanged = bool(backwards) and session.backwards.collectives != collectives()
         if is_fused:
             result, outcome = self._step_fused(step, optimizer, backwards, args, kwargs)
-        elif overflow.concerns(optimizer, backwards, session.spoilt, is_spoilt):
+        elif overflow.concerns(optimizer, backwards, session.spoilt, is_spoilt, is_exchanged):
             scale = overflow.scale_of(backwards) if backwards else session.backwards.last_scale
             result, outcome = None, Outcome(True, least(scale, shared), True)
             session.speech.info("autoamp: step skipped, its gradients are not finite")

@@ -20,9 +20,9 @@ class Model(nn.Module):
         return x + self.exact(x.double()).float()
 
 
-def build(**switches):
+def build(**switches):  # a rank that joins with nothing has no map of what it used
     torch.manual_seed(0)
-    return DistributedDataParallel(Model(), find_unused_parameters=True, **switches)
+    return DistributedDataParallel(Model(), **switches)
 
 
 def half(state, bucket):
@@ -47,7 +47,7 @@ result = {}
 scaler = torch.amp.GradScaler("cpu", INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=DTYPE is torch.float16)
 
 for kind in ("none", "views", "early", "late", "builtin", "uneven"):
-    model = build(gradient_as_bucket_view=kind == "views")
+    model = build(gradient_as_bucket_view=kind == "views", find_unused_parameters=kind != "uneven")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hooks = {"early": noisy, "late": late, "builtin": default_hooks.allreduce_hook}
     model.register_comm_hook(None, hooks.get(kind, half))
@@ -65,7 +65,7 @@ for kind in ("none", "views", "early", "late", "builtin", "uneven"):
             if step % 3:
                 with model.no_sync():
                     scaler.scale(F.mse_loss(call(first, False), first[:, :2].sin())).backward()
-            loss = F.mse_loss(call(second, rank == step % 2), second[:, :2].sin())
+            loss = F.mse_loss(call(second, kind == "uneven" or rank == step % 2), second[:, :2].sin())
             if kind == "none" and step == 7 and rank == 1:
                 loss = loss * float("nan")
             scaler.scale(loss).backward()
