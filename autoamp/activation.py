@@ -13,6 +13,7 @@ requirements.check_torch()
 
 # ruff: noqa: E402 - what follows needs a torch that is not too old
 from . import (
+    agreement,
     bootstrap,
     interop,
     modules,
@@ -102,6 +103,7 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
     )
     opened.spoilt = overflow.Spoilt()
     opened.modules = modules.Rules(opened)
+    opened.agreement = agreement.Agreement(opened)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:

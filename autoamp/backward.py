@@ -74,14 +74,10 @@ def engine_run_backward(original: Callable[..., Any], session: Session) -> Calla
         in_region = getattr(session.local, "region", None) is not None
         from_user = isinstance(around, UserCode)
         with _autocast_off(session) if in_region or from_user else _NOTHING:
-            if not session.scales or not session.active or _is_foreign():
-                return run(seeds, retain_graph)
-            if isinstance(around, Pass):  # by torch itself: a reentrant checkpoint
-                if accumulate_grad:
-                    around.take(_leaves(session, roots, inputs))
+            if not session.active or _is_foreign():
                 return run(seeds, retain_graph)
             call = Call(run, roots, seeds, inputs, retain_graph, around)
-            return engine.accumulate(call) if accumulate_grad else engine.differentiate(call)
+            return engine.run(call, accumulate_grad)
 
     return _engine_run_backward
 
@@ -96,13 +92,33 @@ class _Engine:
         self.limit_of_leaves = Limit(session.loss_scale.rule)
         self.limit_of_results = Limit(session.loss_scale.rule)
 
+    def run(self, call: Call, accumulates: bool) -> Any:
+        """`backward`, which accumulates, or `torch.autograd.grad`."""
+        session, around = self.session, call.around
+        if not session.scales:
+            if not accumulates or around is not None or not session.agreement.is_awaited():
+                return call.run(call.seeds, call.retain_graph)
+            session.agreement.before_backward(_leaves(session, call.roots, call.inputs))
+            call.run(call.seeds, call.retain_graph)
+            return session.agreement.after_backward()
+        if isinstance(around, Pass):  # by torch itself: a reentrant checkpoint
+            if accumulates:
+                around.take(_leaves(session, call.roots, call.inputs))
+            return call.run(call.seeds, call.retain_graph)
+        return self.accumulate(call) if accumulates else self.differentiate(call)
+
     def accumulate(self, call: Call) -> None:
         """`backward`: gradients are added to the ``.grad`` of leaves."""
+        agreement = self.session.agreement
         if call.around is None:
             self.unheeded.look_back()
         self.session.spoilt.forget_cleared()
-        scale = self._scale(call)
         leaves = _leaves(self.session, call.roots, call.inputs)
+        if call.around is None and agreement.is_awaited():
+            agreement.before_backward(leaves)
+        scale = self._scale(call)
+        if agreement.is_apart(leaves):
+            scale = agreement.limit.below(scale)
         strangers = self.owners.strangers(leaves) if not has_ranks() else []
         for_all = checks_nan() or self._is_early()
         nodes = call.nodes_to_keep() if strangers or for_all else None
@@ -113,6 +129,7 @@ class _Engine:
                 call.attempt(running, leaves, call.retain_graph)
             finally:
                 self._record(call, running, leaves, mark)
+            agreement.after_backward()
             return
         is_alone = len(strangers) == len(leaves)
         limit = self.limit_of_leaves

@@ -74,7 +74,16 @@ def facts(
     }
 
 
-_SHOWN = ("fixups", "modules", "parameters", "outputs", "loss_scale", "fallback", "distributed", "not_yet")
+_SHOWN = (
+    "fixups",
+    "modules",
+    "parameters",
+    "outputs",
+    "loss_scale",
+    "fallback",
+    "distributed",
+    "not_yet",
+)
 
 
 def _told(

@@ -22,7 +22,7 @@ from .inspection import Finding, Probe, all_finite, none_is_spoilt, quietly
 from .kernels import FULL
 from .naming import Named, collect_names
 from .policy import FallbackRule
-from .ranks import has_ranks
+from .ranks import collectives, has_ranks
 from .report import demotion_line
 from .snapshots import Snapshot, Watch, checkpoint_frame
 
@@ -89,6 +89,7 @@ class Fallback:
         self._seen: dict[int, set[tuple[Any, ...]]] = session.modules.new_table()
         self._hopeless: set[tuple[type, str]] = set()
         self._looks_for_overflow = self._has_given_up = False
+        self._found = 0
         self._lately: deque[int] = deque(maxlen=8)
         if self.rule.on_overflow == "float32":
             session.loss_scale.watch_skips(self.rule.patience, self.look_for_overflow)
@@ -129,13 +130,14 @@ class Fallback:
 
     def helped(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module call, and in float32 if it raises because of half precision."""
+        mark = collectives()
         try:
             return run(args, kwargs)
         except Exception as error:
             if not self.may_cure(error):
                 raise
             trouble = error
-        return self.again(trouble, args, kwargs)
+        return self.again(trouble, args, kwargs, mark)
 
     def watched(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of a root under the probe: what it finds is helped in the same call."""
@@ -143,7 +145,7 @@ class Fallback:
         watch = local.watch = Watch(local.region)
         detours.append(True)
         before = watch.snapshot(args[0])
-        demotions = len(self.session.demotions)
+        demotions = self._found
         try:
             with Probe(local.region, self._is_looking):
                 result = self.attempt(run, args, kwargs)
@@ -162,6 +164,8 @@ class Fallback:
         """A module call while a root is watched."""
         module, watch = args[0], self._local.watch
         before = watch.snapshot(module)
+        around, mark = watch.mark, collectives()
+        watch.mark = mark
         try:
             with _disable_current_modes() if _is_opaque(module) else _NOTHING:
                 result = run(args, kwargs)
@@ -173,8 +177,10 @@ class Fallback:
             if not self._is_spoilt(args, kwargs, result):
                 return result
             trouble = _NotFinite("its result is not finite, its arguments are")
+        finally:
+            watch.mark = around
         try:
-            return self.again(trouble, args, kwargs, before)
+            return self.again(trouble, args, kwargs, mark, before)
         except _NotFinite:  # in float32 neither
             watch.is_in_doubt = True
             return result
@@ -191,8 +197,7 @@ class Fallback:
         found = [root for root in map(modules.living, self._lately) if root is not None]
         roots = [root for root in found if not modules.demoted(root)]
         for root in roots:
-            modules.demote(root, True)
-            self._note(root, True, error)
+            self._keep(root, True, modules.demoted(root), error)
         return bool(roots)
 
     def look_for_overflow(self) -> None:
@@ -205,9 +210,13 @@ class Fallback:
         error: BaseException,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        mark: int,
         before: Snapshot | None = None,
     ) -> Any:
         """The call (module, *its arguments) once more, in float32 as far as it takes.
+
+        Not where ranks have exchanged something since it began, when `mark` was what
+        `ranks.collectives` says: the others would not take part again.
 
         Raises:
             the error: float32 does not help either.
@@ -215,6 +224,8 @@ class Fallback:
         module, rules = args[0], self.session.modules
         was = rules.demoted(module)
         for below in self._stages(module, was):
+            if collectives() != mark:
+                break
             if before is not None:
                 before.restore()
             rules.demote(module, below)
@@ -225,9 +236,12 @@ class Fallback:
                 continue
             if isinstance(error, _NotFinite) and not none_is_spoilt(result):
                 continue
-            self._note(module, below, error)
+            self._keep(module, below, was, error)
             return result
         rules.demote(module, was)
+        if has_ranks() and isinstance(error, Finding) and not isinstance(error, _NotFinite):
+            with _disable_current_modes():  # the caller may not begin again: as it would have been
+                return self.islands.call_demoted(args, kwargs)
         if module is self._local.root and not isinstance(error, Finding):
             self._hopeless.add((type(error), str(error)))
         raise error
@@ -254,7 +268,8 @@ class Fallback:
         Not asked of torch: in front of a dispatch mode autocast is off.
         """
         is_lower = self._local.precision not in FULL and _nesting() == 1
-        return is_lower and _current_graph_task_id() == -1
+        may_run_again = collectives() == self._local.watch.mark
+        return is_lower and may_run_again and _current_graph_task_id() == -1
 
     def _is_spoilt(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether a result is not finite though what it was made from is.
@@ -274,15 +289,15 @@ class Fallback:
         if not self._looks_for_overflow:
             return
         scale = self.session.loss_scale
-        if len(self.session.demotions) > demotions:
+        if self._found > demotions:
             self._looks_for_overflow = False
             if not has_ranks():
                 scale.restore()
         elif scale.is_at_floor() and not self.session.modules.demoted(args[0]):
             self._looks_for_overflow = False
             if all_finite(result):
-                self.session.modules.demote(args[0], True)
-                self._note(args[0], True, Finding("gradients overflow at the least loss scale"))
+                error = Finding("gradients overflow at the least loss scale")
+                self._keep(args[0], True, self.session.modules.demoted(args[0]), error)
             elif not self._has_given_up:
                 self._has_given_up = True
                 self.session.speech.notice(
@@ -290,17 +305,46 @@ class Fallback:
                     "for inf and nan in its parameters and in the data"
                 )
 
-    def _note(self, module: Module, below: bool, error: BaseException) -> None:
-        """Say and keep that a module stays in float32."""
+    def _keep(self, module: Module, below: bool, was: bool | None, error: BaseException) -> None:
+        """Have a module stay in float32; as it `was` until all ranks that share it have agreed."""
         session, root = self.session, self._local.root
         root = module if root is None else root
+        self._found += 1
+        demotion = self._describe(root, module, below, error)
+        if session.agreement.shares(root):
+            session.modules.demote(module, was)
+            session.agreement.wish(module, demotion)
+        else:
+            session.modules.demote(module, below)
+            self._note(demotion)
+
+    def grant(self, demotion: Demotion) -> None:
+        """Demote what all ranks have agreed on, by its name below whatever has been called here."""
+        modules, is_new = self.session.modules, False
+        for root in filter(None, map(modules.living, list(self._seen))):
+            found: Named = {}
+            collect_names(root, found)
+            for module, names in found.values():
+                is_it = demotion.module in names and type(module).__name__ == demotion.type
+                if is_it and not (was := modules.demoted(module)) and was is not demotion.below:
+                    modules.demote(module, demotion.below)
+                    is_new = True
+        if is_new:
+            self._note(demotion)
+
+    def _describe(
+        self, root: Module, module: Module, below: bool, error: BaseException
+    ) -> Demotion:
         found: Named = {}
         collect_names(root, found)
         names = found.get(id(module), (module, {type(module).__name__}))[1]
         cause = str(error).partition("\n")[0] or type(error).__name__
-        steps = session.modules.steps()
-        where = _place(error)
-        demotion = Demotion(min(names), type(module).__name__, below, cause, where, steps)
+        steps = self.session.modules.steps()
+        return Demotion(min(names), type(module).__name__, below, cause, _place(error), steps)
+
+    def _note(self, demotion: Demotion) -> None:
+        """Say and keep that a module stays in float32."""
+        session = self.session
         session.demotions.append(demotion)
         if len(session.demotions) <= MAX_LINES:
             session.speech.notice(f"autoamp: {demotion_line(asdict(demotion))}")

@@ -18,6 +18,7 @@ from .devices import TORCH_DTYPES
 from .fallback import Fallback
 from .kernels import OWN, is_in_traced_region
 from .modules import UNKNOWN, Candidates, Entry
+from .ranks import has_ranks
 from .session import Session
 
 _current_graph_task_id = torch._C._current_graph_task_id
@@ -61,13 +62,14 @@ class Islands:
         """The call that has opened a region, from inside of it: (module, *its arguments)."""
         local, fallback = self._local, self.fallback
         local.root, local.precision, local.failures = args[0], "lower", 0
+        local.counts = fallback.is_on and has_ranks()
         try:
             if self.has_rules:
                 self.rules.of_root(args[0])
             call = fallback.watched if fallback.is_new(args, kwargs) else fallback.helped
             return call(self._call_known, args, kwargs)
         finally:
-            local.root, local.precision = None, ""
+            local.root, local.precision, local.counts = None, "", False
 
     def call_demoted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, in the region of this thread, of a module that has just become an island."""

@@ -38,6 +38,8 @@ class Local(threading.local):
     paused: bool | None = None
     watch: Any = None
     failures: int = 0
+    counts: bool = False
+    """Whether it matters if modules exchange something with other ranks."""
 
 
 OWN = "own"

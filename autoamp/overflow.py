@@ -53,11 +53,11 @@ class Spoilt:
         if not self._known.leaves:
             return False
         self.forget_cleared()
-        return any(id(p) in self._known.leaves for p in _parameters(optimizer))
+        return any(id(p) in self._known.leaves for p in parameters(optimizer))
 
     def flag_for(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
         """As `owned_by` and `was_last_for`, as far as that can be said without waiting."""
-        having = [id(p) for p in _parameters(optimizer) if p.grad is not None]
+        having = [id(p) for p in parameters(optimizer) if p.grad is not None]
         if self._last is not None and not self._last[1].isdisjoint(having):
             return self._last[0]
         return any(key in self._known.leaves for key in having)
@@ -66,7 +66,7 @@ class Spoilt:
         """Whether the last backward spoilt gradients that the optimizer has still. Waits."""
         if self._last is None or not self._last[0].item():
             return False
-        grads = [p.grad for p in _parameters(optimizer) if id(p) in self._last[1]]
+        grads = [p.grad for p in parameters(optimizer) if id(p) in self._last[1]]
         return any(grad is not None and not _is_zero(grad) for grad in grads)
 
 
@@ -80,7 +80,8 @@ def _is_zero(grad: torch.Tensor) -> bool:
     return grad.layout is torch.strided and not grad.any().item()
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that an optimizer may move."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -98,7 +99,7 @@ def in_gradients(
     is `spoilt` counts as well.
     """
     # `.data` has its own version counter: multiplying by one is no edit in autograd's eyes.
-    grads = local_values([p.grad.data for p in _parameters(optimizer) if p.grad is not None])
+    grads = local_values([p.grad.data for p in parameters(optimizer) if p.grad is not None])
     with torch.no_grad():
         flags = unscale_(grads, torch.ones((), device=grads[0].device)) if grads else []
     flag = any_of(flags) if flags else torch.zeros(())

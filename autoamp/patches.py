@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import (
+    agreement,
     backward,
     checkpoints,
     contexts,
@@ -311,6 +312,18 @@ PATCHES = (
                 "a hook of the script's wins over that",
             ),
         )
+    ),
+    Patch(
+        "torch._C._distributed_c10d:Reducer.prepare_for_backward",
+        agreement.prepare_for_backward,
+        "ranks of a data-parallel model agree before a backward: on the loss scale, on fallbacks",
+        optional=True,
+    ),
+    Patch(
+        "torch.nn.parallel.distributed:_DDPJoinHook.post_hook",
+        agreement.join_post_hook,
+        "ranks that ran out of data first agree with the others again",
+        optional=True,
     ),
     Patch(
         "torch:Tensor.__setitem__",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import distributed as data_parallel
 
-_distributed = torch.distributed
+_distributed: Any = torch.distributed
 _is_up = getattr(_distributed, "is_initialized", lambda: False)
 _Sink: Any = data_parallel._DDPSink._backward_cls
 
@@ -115,6 +115,13 @@ def anywhere(answer: bool, groups: list[Group]) -> bool:
     return bool(agreed(torch.tensor(float(answer)), groups).item()) if groups else answer
 
 
+def collected(mine: Any, group: Group) -> list[Any]:
+    """What each rank has, in the order of ranks; anything that pickles. Waits for the others."""
+    found: list[Any] = [None] * _distributed.get_world_size(group.ranks)
+    _distributed.all_gather_object(found, mine, group.ranks)
+    return found
+
+
 def least(scale: torch.Tensor, groups: list[Group]) -> torch.Tensor:
     """The least of the ranks' loss scales."""
     return _reduced(scale, groups, "MIN")
@@ -125,6 +132,12 @@ def _reduced(value: torch.Tensor, groups: list[Group], how: str) -> torch.Tensor
         value = value.to(group.device_type, copy=True)
         _distributed.all_reduce(value, getattr(_distributed.ReduceOp, how), group.ranks)
     return value
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether other ranks hold other parts of this tensor."""
+    kind = _sharded_kind()
+    return kind is not None and isinstance(tensor, kind)
 
 
 def _sharded_kind() -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from .session import Session
 
-_distributed = torch.distributed
+_distributed: Any = torch.distributed
 
 
 class Reduction:
@@ -48,6 +48,8 @@ class Reduction:
         """
         session = self._session
         if not session.active or gradients.dtype is not torch.float32 or _is_sparse(gradients):
+            return None
+        if not session.agreement.has_one_type:
             return None
         half = session.decide(gradients.device).dtype
         is_scaled = session.may_scale or bool(session.scaler_owner)
@@ -97,12 +99,12 @@ def register(original: Callable[..., Any], session: Session) -> Callable[..., An
     def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> None:
         reduction = session.reductions.get(self)
         if reduction is None or reduction.of_script is not None:
-            return original(self, state, hook)  # torch says what is wrong with a second one
+            original(self, state, hook)  # torch says what is wrong with a second one
+            return
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
         reduction.of_script = state, hook
-        return None
 
     return register_comm_hook
 
@@ -113,11 +115,11 @@ def register_builtin(original: Callable[..., Any], session: Session) -> Callable
     def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
         reduction = session.reductions.get(self)
         if reduction is None or reduction.of_script is not None:
-            return original(self, comm_hook_type)
+            original(self, comm_hook_type)
+            return
         is_half = comm_hook_type == _distributed.BuiltinCommHookType.FP16_COMPRESS
         self.logger._set_comm_hook_name(str(comm_hook_type))
         hook = _hooks().fp16_compress_hook if is_half else _whole
         reduction.of_script = self.process_group, hook
-        return None
 
     return _register_builtin_comm_hook

@@ -19,6 +19,7 @@ from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
 from .kernels import MARK
+from .ranks import collectives
 from .session import Session
 
 enter_nesting = torch.autocast_increment_nesting
@@ -174,13 +175,14 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
         entry = entry_of(id(args[0]), entry_of_strangers)
         if detours or (entry is not None and entry != local.precision):
             return islands.call_nested(entry, depth, args, kwargs)
+        mark = collectives() if local.counts else 0
         try:
             return original(*args, **kwargs)
         except Exception as error:
             if not may_cure(error):
                 raise
             trouble = error
-        return islands.fallback.again(trouble, args, kwargs)
+        return islands.fallback.again(trouble, args, kwargs, mark)
 
     return call
 

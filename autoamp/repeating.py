@@ -31,7 +31,7 @@ class Call(NamedTuple):
     seeds: Any
     inputs: Any
     retain_graph: bool
-    around: UserCode | None
+    around: UserCode | Pass | None
 
     @property
     def outer(self) -> Pass | None:

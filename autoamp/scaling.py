@@ -80,6 +80,7 @@ class LossScale:
         found_inf: torch.Tensor | bool,
         ran_with: torch.Tensor,
         skipped: torch.Tensor | bool | None = None,
+        may_move: bool = True,
     ) -> None:
         """The end of a gated step.
 
@@ -90,10 +91,11 @@ class LossScale:
                 two losses that overflow at one scale cost one halving.
             skipped: whether the step was not taken; `found_inf` unless given (a closure that
                 overflows is evaluated again).
+            may_move: not if other ranks have the same scale and know nothing of this step.
         """
         scale = self.current(ran_with.device)
         known = found_inf if isinstance(found_inf, bool) else None
-        if self.rule.mode == "dynamic" and not self._only_counts(known):
+        if may_move and self.rule.mode == "dynamic" and not self._only_counts(known):
             flag = self._flag(found_inf, scale.device)
             self._move(scale, flag, ran_with.to(scale.device, non_blocking=True))
             scale = self.current(scale.device)

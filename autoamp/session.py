@@ -19,12 +19,13 @@ import torch
 from . import plan
 from .devices import Decision, decide
 from .kernels import Local
-from .policy import Policy
+from .policy import FallbackRule, Policy
 from .scaling import LossScale
 from .settings import Settings
 from .speech import Speech
 
 if TYPE_CHECKING:
+    from .agreement import Agreement
     from .bootstrap import WhenImported
     from .fallback import Demotion
     from .islands import Islands
@@ -117,6 +118,9 @@ class Session:
         default_factory=weakref.WeakKeyDictionary
     )
     """By data-parallel model: what stands in the place of its communication hook (`reducing`)."""
+    agreement: Agreement = field(init=False)
+    agreement_matters: bool = field(init=False)
+    """Whether ranks may have something to agree on, by the policy: each of them says the same."""
     spoilt: Spoilt = field(init=False)
     modules: Rules = field(init=False)
     islands: Islands = field(init=False)
@@ -143,6 +147,9 @@ class Session:
 
     def __post_init__(self) -> None:
         self.may_scale = self.policy.scales
+        is_fixed = self.policy.fallback == FallbackRule(patience=self.policy.fallback.patience)
+        halves = self.policy.gradients == "half"
+        self.agreement_matters = self.may_scale or not is_fixed or halves
 
     def start_scaling(self) -> None:
         """Note that FP16 is in use."""

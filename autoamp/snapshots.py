@@ -28,6 +28,8 @@ class Watch:
 
     def __init__(self, device_type: str) -> None:
         self.is_in_doubt = False
+        self.mark = 0
+        """What `ranks.collectives` was when the innermost module call began."""
         self._device_type = device_type
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 

@@ -154,6 +154,7 @@ class Gates:
         is_spoilt, shared = False, []
         if session.scales and session.backwards.count:
             shared = overflow.shared_by(optimizer)
+            session.agreement.before_step(optimizer, shared)
             if not is_fused:
                 is_spoilt = session.spoilt.owned_by(optimizer)
             elif not backwards:
@@ -189,6 +190,9 @@ class Gates:
             local.inner += [outcome] if outcome else []
         elif outcome is None:
             self.session.counts.steps += 1
+        elif self.session.agreement.is_apart(overflow.parameters(optimizer)):
+            self.session.agreement.note(outcome.found_inf, outcome.ran_with)
+            self.session.loss_scale.update(*outcome, may_move=False)
         else:
             self.session.loss_scale.update(*outcome)
 

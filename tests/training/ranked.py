@@ -19,7 +19,6 @@ import autoamp
 
 from .playing import MODES, PATTERNS, by_hand, mixed_by, plain
 
-
 SECTIONS = {"r_half": "distributed: {gradients: half}\n"}
 """What the policy of a pattern says besides."""
 
