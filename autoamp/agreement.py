@@ -78,9 +78,9 @@ class Agreement:
             if issubclass(type(model), DistributedDataParallel) and "reducer" in vars(model)
         }
 
-    def is_apart(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def is_apart(self, tensors: list[torch.Tensor]) -> bool:
         """Whether other ranks share a model with this one, but none of these parameters."""
-        if not self._replicas or not has_ranks():
+        if not self._replicas or not tensors or not has_ranks():
             return False
         known = [replica.parameters for replica in self._replicas.values()]
         return not any(id(tensor) in ids for tensor in tensors for ids in known)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,25 +33,48 @@ def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
     try:
         stay: dict[int, Any] = {}
         _note_half_tensors(came_in, stay, set())
-        return _cast(value, stay)
+        return _cast(value, stay, _full)
     except Exception:  # noqa: BLE001 - classes of the script run in here
         return value
 
 
-def _cast(value: Any, done: dict[int, Any]) -> Any:
+def back_to_half(value: Any, came_in: Any) -> Any:
+    """A float32 result in the half type of what the call was given, if that was half."""
+    halves: dict[int, Any] = {}
+    _note_half_tensors(came_in, halves, set())
+    if not halves:
+        return value
+    dtype = next(iter(halves.values())).dtype
+    try:
+        return _cast(value, {}, lambda tensor: _halved(tensor, dtype))
+    except Exception:  # noqa: BLE001 - classes of the script run in here
+        return value
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _halved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+
+def _cast(
+    value: Any, done: dict[int, Any], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
     """`done`: what became of each value by identity; an open container stands for itself."""
     if id(value) in done:
         return done[id(value)]
     result: Any = value
     if isinstance(value, torch.Tensor):
-        result = value.float() if value.dtype in HALF else value
+        result = convert(value)
     elif isinstance(value, tuple):
-        items = [_cast(item, done) for item in value]
+        items = [_cast(item, done, convert) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
             result = _tuple_like(value, items)
     elif contents := _contents(value):
         done[id(value)] = value
-        changed = {key: new for key, old in contents if (new := _cast(old, done)) is not old}
+        changed = {key: new for key, old in contents if (new := _cast(old, done, convert)) is not old}
         if changed:
             result = copy.copy(value)
             for (is_attribute, key), new in changed.items():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .casting import back_to_half
 from .inspection import Finding, Probe, all_finite, none_is_spoilt, quietly
 from .kernels import FULL
 from .naming import Named, collect_names
@@ -236,8 +237,9 @@ class Fallback:
                 continue
             if isinstance(error, _NotFinite) and not none_is_spoilt(result):
                 continue
-            self._keep(module, below, was, error)
-            return result
+            if self._keep(module, below, was, error):
+                return result
+            return back_to_half(result, (args[1:], kwargs))  # what others see has not changed yet
         rules.demote(module, was)
         if has_ranks() and isinstance(error, Finding) and not isinstance(error, _NotFinite):
             with _disable_current_modes():  # the caller may not begin again: as it would have been
@@ -305,8 +307,11 @@ class Fallback:
                     "for inf and nan in its parameters and in the data"
                 )
 
-    def _keep(self, module: Module, below: bool, was: bool | None, error: BaseException) -> None:
-        """Have a module stay in float32; as it `was` until all ranks that share it have agreed."""
+    def _keep(self, module: Module, below: bool, was: bool | None, error: BaseException) -> bool:
+        """Have a module stay in float32; as it `was` until all ranks that share it have agreed.
+
+        Returns whether it does so already.
+        """
         session, root = self.session, self._local.root
         root = module if root is None else root
         self._found += 1
@@ -314,9 +319,10 @@ class Fallback:
         if session.agreement.shares(root):
             session.modules.demote(module, was)
             session.agreement.wish(module, demotion)
-        else:
-            session.modules.demote(module, below)
-            self._note(demotion)
+            return False
+        session.modules.demote(module, below)
+        self._note(demotion)
+        return True
 
     def grant(self, demotion: Demotion) -> None:
         """Demote what all ranks have agreed on, by its name below whatever has been called here."""

@@ -19,7 +19,10 @@ import autoamp
 
 from .playing import MODES, PATTERNS, by_hand, mixed_by, plain
 
-SECTIONS = {"r_half": "distributed: {gradients: half}\n"}
+SECTIONS = {
+    "r_half": "distributed: {gradients: half}\n",
+    "r_agree": "fallback: {on_error: float32, inspect: true}\n",
+}
 """What the policy of a pattern says besides."""
 
 
