@@ -82,8 +82,8 @@ class Agreement:
         """Whether other ranks share a model with this one, but none of these parameters."""
         if not self._replicas or not tensors or not has_ranks():
             return False
-        known = [replica.parameters for replica in self._replicas.values()]
-        return not any(id(tensor) in ids for tensor in tensors for ids in known)
+        known = [r.parameters for r in self._replicas.values() if r.model() is not None]
+        return bool(known) and not any(id(tensor) in ids for tensor in tensors for ids in known)
 
     def note(self, found_inf: torch.Tensor | bool, ran_with: torch.Tensor) -> None:
         """The step of an optimizer that is apart has ended. Waits for the device."""

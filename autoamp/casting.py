@@ -59,9 +59,7 @@ def _halved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
-def _cast(
-    value: Any, done: dict[int, Any], convert: Callable[[torch.Tensor], torch.Tensor]
-) -> Any:
+def _cast(value: Any, done: dict[int, Any], convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`done`: what became of each value by identity; an open container stands for itself."""
     if id(value) in done:
         return done[id(value)]
@@ -74,7 +72,9 @@ def _cast(
             result = _tuple_like(value, items)
     elif contents := _contents(value):
         done[id(value)] = value
-        changed = {key: new for key, old in contents if (new := _cast(old, done, convert)) is not old}
+        changed = {
+            key: new for key, old in contents if (new := _cast(old, done, convert)) is not old
+        }
         if changed:
             result = copy.copy(value)
             for (is_attribute, key), new in changed.items():

@@ -1,4 +1,4 @@
-"""One of several processes that play the patterns of `ranks`: ``ranked.py RANK WORLD FOLDER NAME``.
+"""One of several processes that play patterns together: ``ranked.py RANK WORLD FOLDER NAME…``.
 
 Plain, by hand where there is a twin, and under autoamp in each mode. What each found is saved in
 the folder: by mode, and in the end autoamp's own status.
@@ -22,6 +22,7 @@ from .playing import MODES, PATTERNS, by_hand, mixed_by, plain
 SECTIONS = {
     "r_half": "distributed: {gradients: half}\n",
     "r_agree": "fallback: {on_error: float32, inspect: true}\n",
+    "r_alone": "fallback: {on_error: float32, inspect: true}\n",
 }
 """What the policy of a pattern says besides."""
 
@@ -41,14 +42,15 @@ def play(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"{word} status", autoamp.status()
 
 
-def main(rank: int, world: int, folder: Path, name: str) -> None:
+def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=world)
-    own = folder / str(rank)
-    own.mkdir()
-    torch.save(dict(play(name, own)), folder / f"{rank}.pt")
+    for name in names:
+        own = folder / name / str(rank)
+        own.mkdir(parents=True)
+        torch.save(dict(play(name, own)), folder / f"{name}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

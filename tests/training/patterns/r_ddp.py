@@ -22,7 +22,7 @@ torch.manual_seed(0)
 rank = dist.get_rank()
 model = DistributedDataParallel(Model(), find_unused_parameters=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-inputs = torch.randn(2, 24, 20, 4)[rank]
+inputs = torch.randn(dist.get_world_size(), 24, 20, 4)[rank]
 result = {"loss": [], "norm": [], "gradients": []}
 
 for step, x in enumerate(inputs):

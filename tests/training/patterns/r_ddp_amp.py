@@ -31,7 +31,7 @@ def call(*args):
     return out.float()
 
 
-inputs = torch.randn(2, 24, 20, 4)[rank]
+inputs = torch.randn(dist.get_world_size(), 24, 20, 4)[rank]
 result = {"loss": [], "norm": [], "gradients": []}
 
 for step, x in enumerate(inputs):

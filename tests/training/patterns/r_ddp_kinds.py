@@ -13,22 +13,23 @@ def model():
 
 
 KINDS = {
+    "replicas of one device": lambda: nn.DataParallel(model()),
     "static graph": lambda: DistributedDataParallel(model(), static_graph=True),
     "views": lambda: DistributedDataParallel(model(), gradient_as_bucket_view=True),
     "small buckets": lambda: DistributedDataParallel(model(), bucket_cap_mb=1e-5),
-    "compiled inside": lambda: DistributedDataParallel(torch.compile(model(), backend="aot_eager")),
-    "compiled outside": lambda: torch.compile(DistributedDataParallel(model()), backend="aot_eager"),
+    "compiled inside": lambda: DistributedDataParallel(torch.compile(model(), backend="eager")),
+    "compiled outside": lambda: torch.compile(DistributedDataParallel(model()), backend="eager"),
     "uneven": lambda: DistributedDataParallel(model()),
-    "replicas of one device": lambda: nn.DataParallel(model()),
 }
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
-inputs = torch.randn(world, 12, 16, 4)[rank]
+data = torch.randn(world, 12, 16, 4)
 result = {}
 
 for kind, make in KINDS.items():
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    inputs = data[0 if kind == "replicas of one device" else rank]
     losses, norms = [], []
 
     def train(batches):
