@@ -164,6 +164,7 @@ def test_show_prints_one_file_with_the_place_of_each_rule(main):
     )
     assert after == (
         "fallback: {on_error: float32, on_overflow: keep, inspect: false, patience: 3}\n"
+        "distributed: {gradients: keep}\n"
     )
 
 
@@ -366,6 +367,7 @@ POLICY = st.builds(
     ).map(tuple),
     fixups=st.sampled_from(["on", "off"]),
     outputs=st.sampled_from(["float32", "keep"]),
+    gradients=st.sampled_from(["keep", "half"]),
     loss_scale=st.builds(
         LossScaleRule,
         mode=st.sampled_from(["dynamic", "static", "off"]),
@@ -383,7 +385,6 @@ POLICY = st.builds(
             (
                 "/a: b.yaml:1:2: performance.optimizer: fused is not carried out by this version",
                 "/a: b.yaml:2:2: performance.stand_down: auto is not carried out by this version",
-                "/b.yaml:1:2: distributed.gradients: half is not carried out by this version",
             )
         )
     )
@@ -627,6 +628,7 @@ def test_explain_says_what_its_figures_rest_on(main):
         "outputs": ["float32"],
         "loss scale": ["static, 128"],
         "fallback": ["on_error float32, on_overflow keep, inspect false, patience 3"],
+        "gradients": ["between processes: keep"],
     }
 
 

@@ -469,7 +469,6 @@ LATER_OTHERS = {
     "performance.optimizer": "fused",
     "performance.float32_matmul": "high",
     "performance.stand_down": "auto",
-    "distributed.gradients": "half",
 }
 
 
@@ -581,7 +580,7 @@ MISTAKES = {
     "unknown key far from all": (
         "zzz: 1",
         "1:1: unknown key 'zzz'. Use one of: extends, devices, ops, fixups, modules, parameters, "
-        "outputs, loss_scale, fallback, performance, distributed.",
+        "outputs, loss_scale, fallback, distributed, performance.",
     ),
     "unknown key inside": (
         "loss_scale:\n  mode: static\n  intervall: 5",
