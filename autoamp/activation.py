@@ -67,7 +67,7 @@ def activate(door: str, policy: str | None = None) -> str | None:
         _session = _open(asked, _policy(asked, policy), door)
     except AutoampError as error:
         if asked.report:
-            report.write(asked.report, report.describe_inactive(str(error), door))
+            report.write_of_rank(asked.report, report.describe_inactive(str(error), door))
         raise
     return None
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import merging
 from .errors import SettingsError
 from .speech import speaks_for_the_job
 
@@ -141,28 +142,48 @@ def write(path: str, content: dict[str, Any]) -> None:
         raise
 
 
+def write_of_rank(path: str, content: dict[str, Any]) -> None:
+    """The same before anything has run: ``{rank}`` is what the launcher has said."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    write(path.replace(merging.OF_EACH, rank), content)
+
+
 def finish(session: Session) -> None:
     """The summary and the report, at exit or when autoamp is disabled."""
     is_child = multiprocessing.parent_process() is not None
-    if (
-        os.getpid() != session.pid
-        or not speaks_for_the_job()
-        or (is_child and not session.counts.regions)
-    ):
+    has_run = session.counts.regions > 0
+    if os.getpid() != session.pid or (is_child and not has_run):
+        return
+    speaks, place = speaks_for_the_job(), session.place
+    if not speaks and not (has_run and place[1] > 1):
         return
     content = describe(session)
-    if session.speech.has_spoken:
+    if speaks and session.speech.has_spoken:
         session.speech.notice(summary(content))
     path = session.settings.report
-    # A launcher that runs no model outlives the process that does: it must not write over that
-    # one's report.
-    if path and (session.counts.regions or not _written_since(path, session.started)):
+    if path:
         try:
-            write(path, content)
+            _write_mine(path, content, session, place)
         except OSError as error:
             session.speech.notice(
                 f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {error.strerror}; no report written"
             )
+
+
+def _write_mine(
+    path: str, content: dict[str, Any], session: Session, place: tuple[int, int]
+) -> None:
+    """Write what this process has to tell: all of the report, or its part of one of many ranks.
+
+    A launcher that runs no model outlives the process that does: it must not write over that one's
+    report.
+    """
+    if session.counts.regions and place[1] > 1 and merging.OF_EACH not in path:
+        merging.add(path, place, content, session.started, write)
+        return
+    path = path.replace(merging.OF_EACH, str(place[0]))
+    if session.counts.regions or not _written_since(path, session.started):
+        write(path, content)
 
 
 def summary(content: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from .kernels import Local
 from .policy import FallbackRule, Policy
 from .scaling import LossScale
 from .settings import Settings
-from .speech import Speech
+from .speech import Speech, place_in_job
 
 if TYPE_CHECKING:
     from .agreement import Agreement
@@ -129,12 +129,15 @@ class Session:
     dynamo_watch: WhenImported | None = None
     pid: int = field(default_factory=os.getpid)
     started: float = field(default_factory=time.time)
+    place: tuple[int, int] = (0, 1)
+    """The rank of this process and the number of ranks, since its first region."""
     _retained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     def decide(self, device: torch.device) -> Decision:
         """The decision for `device`'s type, made (and spoken) when the first model runs there."""
         decision = self.decisions.get(device.type)
         if decision is None:
+            self.place = place_in_job()
             decision = decide(device, self.policy, self.settings.dtype is not None)
             self.decisions[device.type] = decision
             if decision.dtype is not None:

@@ -60,12 +60,27 @@ class Speech:
         self.logger.removeHandler(self._handler)
 
 
+def place_in_job() -> tuple[int, int]:
+    """The rank of this process, and how many there are: torch's, or what a launcher has said."""
+    import torch  # loaded long before anyone speaks; `status()` must not load it
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    return _number(rank, 0), _number(os.environ.get("WORLD_SIZE", "1"), 1)
+
+
+def _number(text: str, otherwise: int) -> int:
+    return int(text) if text.isdecimal() else otherwise
+
+
 def speaks_for_the_job() -> bool:
     """Whether this process speaks: rank 0, no DataLoader worker, main process or first child."""
     import torch  # loaded long before anyone speaks; `status()` must not load it
 
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = str(torch.distributed.get_rank())
     identity: tuple[int, ...] = getattr(multiprocessing.current_process(), "_identity", ())
-    return rank == "0" and torch.utils.data.get_worker_info() is None and identity in ((), (1,))
+    return (
+        place_in_job()[0] == 0
+        and torch.utils.data.get_worker_info() is None
+        and identity in ((), (1,))
+    )
