@@ -9,16 +9,15 @@ Processes that merely share a process group never wait for each other.
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from .ranks import Group, agreed, collected, has_ranks, is_shard
+from .ranks import Group, agreed, collected, flat_groups, has_ranks, instances, is_shard
 from .session import Session
 from .unskippable import Limit
 
@@ -69,16 +68,13 @@ class Agreement:
 
     def _find_replicas(self) -> None:
         """Also those that are older than this session, or copies."""
-        classes = [DistributedDataParallel]
-        for cls in classes:
-            classes += [sub for sub in cls.__subclasses__() if sub not in classes]
         self._replicas = {
             id(model.reducer): _Replica(weakref.ref(model), frozenset(map(id, model.parameters())))
-            for model in gc.get_referrers(*classes)
-            if issubclass(type(model), DistributedDataParallel) and "reducer" in vars(model)
+            for model in instances(DistributedDataParallel)
+            if "reducer" in vars(model)
         }
 
-    def is_apart(self, tensors: list[torch.Tensor]) -> bool:
+    def is_apart(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether other ranks share a model with this one, but none of these parameters."""
         if not self._replicas or not tensors or not has_ranks():
             return False
@@ -95,7 +91,7 @@ class Agreement:
         if not has_ranks():
             return False
         parameters = list(module.parameters())
-        if any(map(is_shard, parameters)):
+        if any(map(is_shard, parameters)) or flat_groups(parameters):
             return self._session.may_scale
         if not self._replicas or self.is_apart(parameters):
             self._find_replicas()

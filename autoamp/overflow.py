@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from .ranks import Group, agreed, anywhere, groups_of, local_values
+from .ranks import Group, agreed, anywhere, flat_groups, groups_of, local_values
 from .scaling import any_of, check, unscale_
 from .session import Backward
 
@@ -87,7 +87,15 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def shared_by(optimizer: torch.optim.Optimizer) -> list[Group]:
     """The groups of ranks that hold its parameters together, each a part."""
-    return groups_of(p for group in optimizer.param_groups for p in group["params"])
+    owned = parameters(optimizer)
+    known = _flat.get(optimizer)
+    if known is None or known[0] != len(owned):
+        known = _flat[optimizer] = len(owned), flat_groups(owned)
+    return [*groups_of(owned), *known[1]]
+
+
+_flat: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[Group]]] = WeakKeyDictionary()
+"""By optimizer: how many parameters it had, and which groups share flat ones."""
 
 
 def in_gradients(

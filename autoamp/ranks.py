@@ -8,6 +8,7 @@ a step, and never in a backward: one that raises there must not wait for the oth
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from collections.abc import Iterable
@@ -103,6 +104,34 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[Group]:
         for mesh in meshes.values()
         for ranks in mesh.get_all_groups()
     ]
+
+
+def flat_groups(tensors: Iterable[torch.Tensor]) -> list[Group]:
+    """The groups over which `FullyShardedDataParallel`, the older class, has spread these tensors.
+
+    It keeps parts of one flat parameter; nothing on a tensor tells, so its objects are looked for.
+    """
+    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if module is None or not _is_up():
+        return []
+    ids = set(map(id, tensors))
+    found: dict[int, Group] = {}
+    for model in instances(module.FullyShardedDataParallel):
+        handle = getattr(model, "_handle", None)
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        if not ids.isdisjoint(map(id, [flat, *(getattr(flat, "_params", None) or ())])):
+            found[id(handle.process_group)] = Group(handle.process_group, flat.device.type)
+    return list(found.values())
+
+
+def instances(kind: type) -> list[Any]:
+    """The living objects of a class and of those derived from it; a tenth of a second."""
+    classes: list[type] = [kind]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+    return [found for found in gc.get_referrers(*classes) if issubclass(type(found), kind)]
 
 
 def agreed(flag: torch.Tensor, groups: list[Group]) -> torch.Tensor:
