@@ -78,6 +78,21 @@ def _shards(reached: set[int]) -> list[torch.Tensor]:
     ]
 
 
+def has_own_precision(module: torch.nn.Module) -> bool:
+    """Whether parts of a model are sharded with a mixed precision of their own."""
+    return any(map(_own_dtype, module.modules()))
+
+
+def _own_dtype(module: torch.nn.Module) -> Any:
+    states = sys.modules.get("torch.distributed._composable_state")
+    reference = None if states is None else states._module_state_mapping.get(module)
+    policy = getattr(reference() if callable(reference) else reference, "_mp_policy", None)
+    older = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if older is not None and isinstance(module, older.FullyShardedDataParallel):
+        policy = module.mixed_precision
+    return getattr(policy, "param_dtype", None)
+
+
 def local_values(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Of shards, what this rank holds; others are what they are."""
     kind = _sharded_kind()
@@ -130,7 +145,8 @@ def instances(kind: type) -> list[Any]:
     """The living objects of a class and of those derived from it; a tenth of a second."""
     classes: list[type] = [kind]
     for cls in classes:
-        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+        derived: list[type] = cls.__subclasses__()
+        classes += [other for other in derived if other not in classes]
     return [found for found in gc.get_referrers(*classes) if issubclass(type(found), kind)]
 
 

@@ -19,7 +19,7 @@ from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
 from .kernels import MARK
-from .ranks import collectives
+from .ranks import collectives, has_own_precision
 from .session import Session
 
 enter_nesting = torch.autocast_increment_nesting
@@ -31,6 +31,8 @@ _tracing_state = torch._C._get_tracing_state
 _open_modes = torch._C._len_torch_dispatch_stack
 
 _NONE: dict[str, Any] = {}
+FSDP = "torch.distributed.fsdp"
+"""Loaded wherever models are sharded."""
 _PARAMETER = torch.nn.Parameter
 WITH_WEIGHT = (
     "linear",
@@ -51,6 +53,7 @@ class Regions:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._left: dict[int, bool] = session.modules.new_table()
         self._half_models_seen = self._traced_backward_seen = False
 
         def word_for_compiled(device_type: str) -> str:
@@ -140,6 +143,33 @@ class Regions:
             )
         return is_traced
 
+    def run_or_leave(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """`run`, but where the module is sharded with mixed precision of its own: that wins."""
+        if not self._is_left(args[0]):
+            return self.run(device_type, dtype, function, args, kwargs)
+        leave_nesting()
+        with exempted():
+            return self.session.islands.original(*args, **kwargs)
+
+    def _is_left(self, module: torch.nn.Module) -> bool:
+        answer = self._left.get(id(module))
+        if answer is None:
+            self.session.modules.remember(module)
+            answer = self._left[id(module)] = has_own_precision(module)
+            if answer:
+                self.session.speech.notice(
+                    f"autoamp: {type(module).__name__} is left to the mixed precision that it is "
+                    "sharded with"
+                )
+        return answer
+
     def _note_half_model(self, tensor: torch.Tensor) -> None:
         if not self._half_models_seen:
             self._half_models_seen = True
@@ -170,7 +200,8 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
         if depth == 1:
             parameter = first_parameter(args[0])
             if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
-                return regions.run(parameter.device.type, dtype, call_root, args, kwargs)
+                run = regions.run if FSDP not in sys.modules else regions.run_or_leave
+                return run(parameter.device.type, dtype, call_root, args, kwargs)
         leave_nesting()
         entry = entry_of(id(args[0]), entry_of_strangers)
         if detours or (entry is not None and entry != local.precision):

@@ -229,3 +229,31 @@ def test_what_one_shard_shows_stops_the_step_of_every_rank(
     assert all(tensor.isfinite().all() for kind in first[mode]["parameters"] for tensor in kind)
     if mode == "float16":
         assert first[mode]["steps"] == [[True, False, True, False, True]] * 3
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp original", "zero", "tensor"])
+def test_ranks_that_share_out_a_model_otherwise_skip_a_step_together(
+    found: Callable[..., Found], kind: str
+) -> None:
+    """`FullyShardedDataParallel`, ZeRO's optimizer and tensor parallelism agree with float32, too."""
+    first, second = [one["float16"][kind] for one in found("r_other_shards")]
+    assert first["taken"] == second["taken"] == [step not in (2, 5) for step in range(8)]
+    assert first["seen"] == "torch.float16"
+    assert first["scale"] == second["scale"]
+    for one, plain in zip((first, second), found("r_other_shards"), strict=True):
+        assert all(part.isfinite().all() for part in one["parts"])
+        expected = plain["plain"][kind]["loss"][:3]  # then float32 has its first infinite gradient
+        assert one["loss"][:3] == pytest.approx(expected, rel=0.01)
+    runs = [one["overflows status"] for one in found("r_other_shards")]
+    assert scaling(runs[0]) == scaling(runs[1])
+    assert runs[0]["steps"]["skipped"] >= 15
+
+
+@pytest.mark.parametrize("kind", ["fsdp mixed", "shards mixed"])
+def test_mixed_precision_that_a_model_is_sharded_with_wins(
+    found: Callable[..., Found], kind: str
+) -> None:
+    for one in found("r_other_shards"):
+        for mode in MODES:
+            assert one[mode][kind]["seen"] == "torch.bfloat16"
+        assert one["bfloat16"][kind]["loss"] == one["plain"][kind]["loss"]

@@ -5,7 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -19,7 +24,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.gain = nn.Parameter(torch.ones(16))
+        self.gain = nn.Parameter(torch.ones(16))  # the last one, in the shard of the last rank
 
     def forward(self, x, weights):
         seen.append(str(self.first(x).dtype))
@@ -34,6 +39,7 @@ KINDS = {
     "fsdp": lambda m: fsdp(m),
     "fsdp original": lambda m: fsdp(m, use_orig_params=True),
     "fsdp mixed": lambda m: fsdp(m, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
+    "shards mixed": lambda m: fully_shard(m, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "zero": DistributedDataParallel,
     "tensor": lambda m: parallelize_module(m, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}),
 }
