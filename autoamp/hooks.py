@@ -51,16 +51,37 @@ def post_accumulate_hook(original: Callable[..., Any], session: Session) -> Call
                 return hook(parameter)
             if isinstance(units, Pass):
                 units.settle(parameter)
-                if units.flags:
-                    flags, units.flags = units.flags, []
-                    session.backwards.append((units.scale, any_of(flags)))
-                    session.spoilt.note([parameter], any_of(flags))
-                units.is_heard = True
+                _note(session, units, [parameter])
             return _call(session, units, hook, parameter)
 
         return original(self, settled)
 
     return register_post_accumulate_grad_hook
+
+
+def step_in_backward(
+    session: Session, units: Pass, parameters: list[torch.Tensor], step: Callable[[], Any]
+) -> Any:
+    """An optimizer's step in the middle of a pass, called by a hook on a node of the graph.
+
+    Such hooks cannot be reached; the optimizer gets true gradients all the same. What it leaves of
+    them goes back to the pass, which may add to it.
+    """
+    units.lend(parameters)
+    _note(session, units, parameters)
+    try:
+        return run_in(UserCode(units), step)
+    finally:
+        units.take_back()
+
+
+def _note(session: Session, units: Pass, parameters: list[torch.Tensor]) -> None:
+    """Tell the gates what user code in the middle of a pass finds in these gradients."""
+    if units.flags:
+        flags, units.flags = units.flags, []
+        session.backwards.append((units.scale, any_of(flags)))
+        session.spoilt.note(parameters, any_of(flags))
+    units.is_heard = True
 
 
 def module_backward_hooks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._compile import _disable_dynamo
 
-from . import overflow
+from . import hooks, overflow, passes
 from .closures import Evaluations, Skip
 from .ranks import collectives, least
 from .region import is_compiling
@@ -129,6 +129,11 @@ class Gates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        around = passes.current()
+        if isinstance(around, passes.Pass):
+            again = functools.partial(self._pass_through, step, optimizer, args, kwargs)
+            owned = overflow.parameters(optimizer)
+            return hooks.step_in_backward(self.session, around, owned, again)
         closure = args[0] if args else kwargs.get("closure")
         may_scale = self.session.scales or not self.session.decisions  # before the first region
         if may_scale and callable(closure):

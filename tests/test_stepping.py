@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -912,3 +913,30 @@ def test_somebody_else_s_entry_under_our_key_is_no_error(mixed: Mixed, junk: Any
     optimizer = torch.optim.Adam(layer().parameters())
     optimizer.load_state_dict({**optimizer.state_dict(), "autoamp": junk})
     assert session.loss_scale.state()["scale"] == 65536.0
+
+
+@pytest.mark.parametrize("scale", ["dynamic", "1073741824"])
+def test_optimizers_that_step_in_the_backward_get_true_gradients(mixed: Mixed, scale: str) -> None:
+    """torch's own way of it hooks the graph's nodes; a step that overflows is skipped there too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript, which torch calls deprecated
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    reference, x = copy.deepcopy(model), torch.randn(16, 4)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(5 if scale == "dynamic" else 0):
+        optimizer.zero_grad()
+        reference(x).pow(2).mean().backward()
+        optimizer.step()
+    session = mixed(LOSS_SCALE=scale)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for _ in range(5):
+        model(x).pow(2).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=4e-3, atol=4e-3)
+    session.loss_scale.read_back()
+    counts = session.loss_scale.taken, session.loss_scale.skipped
+    assert counts == ((20, 0) if scale == "dynamic" else (0, 20))
