@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 MIXED = {"AUTO_MIXED_PRECISION": "1", "AUTO_MIXED_PRECISION_DTYPE": "bfloat16"}
 
 WORKERS = """
@@ -138,3 +140,44 @@ def test_a_suite_of_the_user_s_own_passes(run_python: Any, tmp_path: Any) -> Non
     result = run_python(script, **MIXED)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "3 passed" in result.stdout
+
+
+NOTEBOOK = (
+    """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net, x = nn.Linear(4, 4), torch.ones(2, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+""",
+    """
+for _ in range(2):
+    optimizer.zero_grad()
+    out = net(x)
+    out.sum().backward()
+    optimizer.step()
+""",
+    """
+assert torch.equal(out, out.bfloat16().float()), "the model ran in float32"
+out.dtype
+""",
+)
+
+
+def test_cells_of_a_notebook_train_in_mixed_precision(monkeypatch: Any) -> None:
+    """A kernel is a process that lives for long and is told what to do bit by bit."""
+    nbclient = pytest.importorskip("nbclient", reason="pip install '.[test]' brings it")
+    nbformat = pytest.importorskip("nbformat", reason="nbclient brings it")
+    pytest.importorskip("ipykernel", reason="pip install '.[test]' brings it")
+    for name, value in MIXED.items():
+        monkeypatch.setenv(name, value)
+    cells = [nbformat.v4.new_code_cell(text) for text in NOTEBOOK]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, kernel_name="python3").execute()
+    made, trained, shown = notebook.cells
+    assert made.outputs == []
+    (line,) = trained.outputs
+    assert line.name == "stderr"
+    assert line.text.startswith("autoamp 0.1.0 on: cpu bfloat16")
+    assert line.text.count("\n") == 1
+    assert shown.outputs[0].data["text/plain"] == "torch.float32"

@@ -176,6 +176,37 @@ others.append(mean.mean_value.dtype)
 others.append(next(iter(metrics.values())).tp.dtype is torch.int64 and torch.float32)
 """
 
+IGNITE = """
+from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.handlers import ModelCheckpoint
+from ignite.metrics import Accuracy, Loss
+
+model = network()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loss = nn.CrossEntropyLoss()
+trainer = create_supervised_trainer(
+    model, optimizer, loss, output_transform=lambda x, y, out, value: (out, value.detach()),
+    model_transform=lambda out: out, gradient_accumulation_steps=1,
+)
+evaluator = create_supervised_evaluator(model, {"accuracy": Accuracy(), "loss": Loss(loss)})
+
+
+@trainer.on(Events.ITERATION_COMPLETED)
+def note(engine):
+    out, value = engine.state.output
+    seen.append(value)
+    others.append(out.dtype)
+
+
+@trainer.on(Events.EPOCH_COMPLETED)
+def evaluate(engine):
+    found = evaluator.run(pairs).metrics
+    seen.append(torch.tensor(found["loss"]))
+
+
+trainer.run(pairs, max_epochs=2)
+"""
+
 REINFORCE = """
 import gymnasium
 
@@ -287,6 +318,7 @@ JOIN = {
     "transformers": (TRANSFORMERS.format(bf16=False), 8),
     "skorch": (SKORCH.format(optimizer="SGD"), 12),
     "torchmetrics": (TORCHMETRICS, 32),
+    "ignite": (IGNITE, 16),
     "gymnasium": (REINFORCE, 80),
     "message passing": (MESSAGES, 8),
 }
@@ -304,7 +336,15 @@ OWN_FLAGS = {
 """Whose own flags win, and the reason that autoamp names."""
 
 MODES = ("float16", "bfloat16")
-NEIGHBOURS = ("lightning", "transformers", "accelerate", "skorch", "torchmetrics", "gymnasium")
+NEIGHBOURS = (
+    "lightning",
+    "transformers",
+    "accelerate",
+    "skorch",
+    "torchmetrics",
+    "ignite",
+    "gymnasium",
+)
 INSTALLED = [name for name in NEIGHBOURS if importlib.util.find_spec(name)]
 
 
