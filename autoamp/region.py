@@ -333,10 +333,6 @@ def _is_tracing() -> bool:
     )
 
 
-def _never() -> bool:
-    return False
-
-
-_is_exporting: Callable[[], bool] = getattr(
-    torch.compiler, "is_exporting", _never
-)  # since torch 2.7
+def _is_exporting() -> bool:
+    """What `torch.compiler.is_exporting` says, which Dynamo of torch 2.11 takes for always true."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)  # since torch 2.7

@@ -80,6 +80,7 @@ runs["eager"] = net(x)
 runs["script"] = scripted(x)
 runs["script, loaded"] = torch.jit.load("script.pt")(x)
 runs["trace"] = torch.jit.load("trace.pt")(x)
+artefacts["frozen, run"] = torch.jit.load("frozen.pt")(x).tolist()  # it owns no parameter
 runs["fx"] = symbolic(x)
 runs["export"] = exported.module()(x)
 """
