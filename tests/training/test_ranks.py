@@ -235,7 +235,7 @@ def test_what_one_shard_shows_stops_the_step_of_every_rank(
 def test_ranks_that_share_out_a_model_otherwise_skip_a_step_together(
     found: Callable[..., Found], kind: str
 ) -> None:
-    """`FullyShardedDataParallel`, ZeRO's optimizer and tensor parallelism agree with float32, too."""
+    """The older FSDP class, ZeRO's optimizer and tensor parallelism agree with float32, too."""
     first, second = [one["float16"][kind] for one in found("r_other_shards")]
     assert first["taken"] == second["taken"] == [step not in (2, 5) for step in range(8)]
     assert first["seen"] == "torch.float16"

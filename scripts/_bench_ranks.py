@@ -1,0 +1,213 @@
+"""Two ranks: what autoamp costs beside hand-written DDP, and what half gradients save on a link.
+
+`scripts/bench --ranks 2` starts this file once for each rank, over gloo. All ranks train the same
+variants in the same order, with a barrier before each sample, and rank 0's times count. For the
+link, each rank is in a network namespace of its own (root, `ip` and `tc` are needed); the pair of
+interfaces between them is throttled by a token bucket, and their counters tell the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import _bench
+import _bench_training as training
+import torch
+import torch.distributed as dist
+from _bench import Finding, Samples, interleave, ratios
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import autoamp
+
+FIRST = 16
+"""Steps in which ranks agree each time (`autoamp.agreement.FIRST`): they are for warming up."""
+RATE = 1e9
+"""Bits a second of the throttled link."""
+LINK_STEPS = 3
+NAMES = ("autoamp-bench-0", "autoamp-bench-1")
+
+
+def wide() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Four layers of 1,024 on a batch of 16: some milliseconds of arithmetic."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(16, 1024), torch.randn(16, 1024)
+
+
+def heavy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The same width 2,048 on one row: 67 MB of float32 gradients, and next to no arithmetic."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(1, 2048), torch.randn(1, 2048)
+
+
+COSTS = {
+    "mlp": training.Workload(training.mlp, F.mse_loss, 20, 1.02),
+    "wide": training.Workload(wide, F.mse_loss, 20, 1.02),
+}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def compare(world: int, rounds: int | None) -> Iterator[Finding]:
+    """All findings of several ranks."""
+    for name, workload in COSTS.items():
+        for word in DTYPES:
+            samples = _start(world, ["cost", name, word, str(rounds or workload.rounds)])
+            for what, above, target in (
+                ("autoamp / hand-written", "autoamp", workload.target),
+                ("hand-written / itself: the noise", training.AGAIN, None),
+            ):
+                values = ratios(samples, above, training.HAND)
+                yield Finding(f"{name} {word} x{world}", what, "x", values, target)
+    if world != 2 or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return
+    for word in DTYPES:
+        with _link():
+            samples = _start(world, ["link", "heavy", word, str(rounds or 5)], NAMES)
+        row = f"1 Gbit/s {word}"
+        for what, unit in (("seconds", "s"), ("bytes", "MB")):
+            for kind in ("keep", "half"):
+                yield Finding(
+                    row, f"{what} a step, gradients: {kind}", unit, samples[f"{kind} {what}"]
+                )
+            values = ratios(samples, f"half {what}", f"keep {what}")
+            yield Finding(
+                row, f"{what}, half / keep", "x", values, 0.51 if what == "bytes" else None
+            )
+
+
+def _start(world: int, words: list[str], namespaces: tuple[str, ...] = ()) -> Samples:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(world):
+            inside = ["ip", "netns", "exec", namespaces[rank]] if namespaces else []
+            network = {"GLOO_SOCKET_IFNAME": f"veth{rank}"} if namespaces else {}
+            command = [*inside, sys.executable, __file__, str(rank), str(world), folder, *words]
+            ranks.append(
+                subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **network})
+            )
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise SystemExit(f"ranks ended with {codes}")
+        return json.loads(Path(folder, "samples.json").read_text())
+
+
+@contextlib.contextmanager
+def _link() -> Iterator[None]:
+    """Two namespaces, and a pair of interfaces between them that is slow in both directions."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ip(
+            "link",
+            "add",
+            "veth0",
+            "netns",
+            NAMES[0],
+            "type",
+            "veth",
+            "peer",
+            "veth1",
+            "netns",
+            NAMES[1],
+        )
+        for rank, name in enumerate(NAMES):
+            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
+            ip("-n", name, "link", "set", f"veth{rank}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            limit = ["rate", str(int(RATE)), "burst", "256kb", "latency", "100ms"]
+            tc = ["tc", "qdisc", "add", "dev", f"veth{rank}", "root", "tbf", *limit]
+            subprocess.run(["ip", "netns", "exec", name, *tc], check=True)
+        yield
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+# In each rank
+
+
+def main(rank: int, world: int, folder: str, kind: str, name: str, word: str, rounds: int) -> None:
+    """One rank: sample, and leave what rank 0 has found in the folder."""
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
+    os.environ["AUTO_MIXED_PRECISION_DTYPE"] = word
+    samples = cost(name, DTYPES[word], rounds) if kind == "cost" else link(rank, rounds)
+    if rank == 0:
+        Path(folder, "samples.json").write_text(json.dumps(samples))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Shared(training.Training):
+    """A training whose model is shared; each sample begins when all are there."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.model = DistributedDataParallel(self.model)
+
+    def sample(self) -> float:
+        """Seconds a step."""
+        dist.barrier()
+        return super().sample()
+
+
+def cost(name: str, dtype: torch.dtype, rounds: int) -> Samples:
+    """Seconds a step of each variant but float32 and pure half."""
+    wanted = (training.HAND, "autoamp", training.AGAIN)
+    variants = {key: training.VARIANTS[dtype][key] for key in wanted}
+    trainings = {key: Shared(COSTS[name], variant, dtype) for key, variant in variants.items()}
+    training._check({key: one.first_losses() for key, one in trainings.items()})
+    seconds = torch.tensor(trainings[training.HAND].sample())
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    for one in trainings.values():
+        one.steps = max(FIRST, math.ceil(training.SECONDS / seconds.item()))
+    return interleave({key: one.sample for key, one in trainings.items()}, rounds)
+
+
+def link(rank: int, rounds: int) -> Samples:
+    """Seconds and megabytes (sent by this rank) a step, with gradients kept and in half."""
+    found: Samples = {
+        f"{kind} {what}": [] for kind in ("keep", "half") for what in ("seconds", "bytes")
+    }
+    counter = Path(f"/sys/class/net/veth{rank}/statistics/tx_bytes")
+
+    def sample(kind: str) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            policy = Path(folder, "policy.yaml")
+            policy.write_text(f"distributed: {{gradients: {kind}}}\n")
+            autoamp.enable(str(policy))
+            torch.manual_seed(0)
+            model, x, target = heavy()
+            model = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for step in range(2 + LINK_STEPS):
+                if step == 2:  # buckets are made anew after the first
+                    dist.barrier()
+                    sent, started = int(counter.read_text()), _bench.clock()
+                optimizer.zero_grad()
+                F.mse_loss(model(x), target).backward()
+                optimizer.step()
+            found[f"{kind} seconds"].append((_bench.clock() - started) / LINK_STEPS)
+            found[f"{kind} bytes"].append((int(counter.read_text()) - sent) / LINK_STEPS / 1e6)
+            autoamp.disable()
+        return 0.0
+
+    interleave({"keep": lambda: sample("keep"), "half": lambda: sample("half")}, rounds)
+    return found
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:7], int(sys.argv[7]))
