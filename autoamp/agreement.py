@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .ranks import Group, agreed, collected, flat_groups, has_ranks, instances, is_shard
 from .session import Session
+from .stepping import dynamo_is_off
 from .unskippable import Limit
 
 if TYPE_CHECKING:
@@ -171,12 +172,13 @@ def prepare_for_backward(original: Callable[..., Any], session: Session) -> Call
     """`Reducer.prepare_for_backward`: what data-parallel models call after a forward in training,
     but not where they do not synchronise.
     """
+    note = session.agreement.prepare
     # Dynamo would trace into it. Nothing is loaded for this: such models load Dynamo.
-    note = _disable_dynamo(functools.partial(session.agreement.prepare))
+    note_eagerly = _disable_dynamo(functools.partial(note))
 
     def prepare_for_backward(self: Any, *args: Any) -> Any:
-        if session.active and session.agreement_matters:
-            note(self)
+        if session.active and (session.scales or session.agreement_matters):
+            (note if dynamo_is_off() else note_eagerly)(self)
         return original(self, *args)
 
     return prepare_for_backward
@@ -187,7 +189,7 @@ def join_post_hook(original: Callable[..., Any], session: Session) -> Callable[.
 
     def post_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if session.active and session.agreement_matters:
+        if session.active and (session.may_scale or session.agreement_matters):
             model = self.ddp
             device_type = next(model.parameters()).device.type
             session.agreement.agree([Group(model.process_group, device_type)])

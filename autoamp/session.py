@@ -120,7 +120,7 @@ class Session:
     """By data-parallel model: what stands in the place of its communication hook (`reducing`)."""
     agreement: Agreement = field(init=False)
     agreement_matters: bool = field(init=False)
-    """Whether ranks may have something to agree on, by the policy: each of them says the same."""
+    """Whether ranks may have something to agree on besides the loss scale, by the policy."""
     spoilt: Spoilt = field(init=False)
     modules: Rules = field(init=False)
     islands: Islands = field(init=False)
@@ -152,7 +152,7 @@ class Session:
         self.may_scale = self.policy.scales
         is_fixed = self.policy.fallback == FallbackRule(patience=self.policy.fallback.patience)
         halves = self.policy.gradients == "half"
-        self.agreement_matters = self.may_scale or not is_fixed or halves
+        self.agreement_matters = not is_fixed or halves
 
     def start_scaling(self) -> None:
         """Note that FP16 is in use."""

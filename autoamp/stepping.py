@@ -38,7 +38,7 @@ _frame_callback: Callable[[], object] = getattr(
 )
 
 
-def _dynamo_is_off() -> bool:
+def dynamo_is_off() -> bool:
     """Whether frames called from here are certain not to be compiled."""
     return _frame_callback() is None
 
@@ -89,7 +89,7 @@ class Gates:
             try:
                 local.ids.add(id(optimizer))
                 if session.may_scale:
-                    run = self._pass_through if _dynamo_is_off() else self._eagerly
+                    run = self._pass_through if dynamo_is_off() else self._eagerly
                     return run(step, optimizer, args, kwargs)
                 result = step(optimizer, *args, **kwargs)
                 session.counts.steps += len(local.ids) == 1
