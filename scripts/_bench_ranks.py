@@ -68,6 +68,14 @@ def compare(world: int, rounds: int | None) -> Iterator[Finding]:
             ):
                 values = ratios(samples, above, training.HAND)
                 yield Finding(f"{name} {word} x{world}", what, "x", values, target)
+    for word in DTYPES:
+        samples = _start(world, ["loss", "teacher", word, str(rounds or 10)])
+        for kind in ("keep", "half"):
+            yield Finding(
+                f"loss {word} x{world}", f"at the end, gradients: {kind}", "", samples[kind]
+            )
+        values = ratios(samples, "half", "keep")
+        yield Finding(f"loss {word} x{world}", "at the end, half / keep", "x", values)
     if world != 2 or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         return
     for word in DTYPES:
@@ -144,7 +152,10 @@ def main(rank: int, world: int, folder: str, kind: str, name: str, word: str, ro
     """One rank: sample, and leave what rank 0 has found in the folder."""
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     os.environ["AUTO_MIXED_PRECISION_DTYPE"] = word
-    samples = cost(name, DTYPES[word], rounds) if kind == "cost" else link(rank, rounds)
+    if kind == "cost":
+        samples = cost(name, DTYPES[word], rounds)
+    else:
+        samples = link(rank, rounds) if kind == "link" else loss(rank, rounds)
     if rank == 0:
         Path(folder, "samples.json").write_text(json.dumps(samples))
     dist.barrier()
@@ -185,10 +196,7 @@ def link(rank: int, rounds: int) -> Samples:
     counter = Path(f"/sys/class/net/veth{rank}/statistics/tx_bytes")
 
     def sample(kind: str) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            policy = Path(folder, "policy.yaml")
-            policy.write_text(f"distributed: {{gradients: {kind}}}\n")
-            autoamp.enable(str(policy))
+        with _gradients(kind):
             torch.manual_seed(0)
             model, x, target = heavy()
             model = DistributedDataParallel(model)
@@ -202,11 +210,57 @@ def link(rank: int, rounds: int) -> Samples:
                 optimizer.step()
             found[f"{kind} seconds"].append((_bench.clock() - started) / LINK_STEPS)
             found[f"{kind} bytes"].append((int(counter.read_text()) - sent) / LINK_STEPS / 1e6)
-            autoamp.disable()
         return 0.0
 
     interleave({"keep": lambda: sample("keep"), "half": lambda: sample("half")}, rounds)
     return found
+
+
+def loss(rank: int, rounds: int) -> Samples:
+    """What a small classifier of noisy data has come to after 400 steps, by seed."""
+    found: Samples = {"keep": [], "half": []}
+    for seed in range(rounds):
+        for kind in found:
+            with _gradients(kind):
+                found[kind].append(_final_loss(rank, seed))
+    return found
+
+
+def _final_loss(rank: int, seed: int, steps: int = 400) -> float:
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    torch.manual_seed(1000 * seed + rank)
+    last = torch.zeros(())
+    for step in range(steps):
+        x = torch.randn(64, 32)
+        with torch.no_grad(), autoamp.off():
+            target = (3 * teacher(x)).softmax(1).multinomial(1).squeeze(1)
+        optimizer.zero_grad()
+        error = F.cross_entropy(model(x), target)
+        error.backward()
+        optimizer.step()
+        if step >= steps - 50:
+            last += error.detach() / 50
+    dist.all_reduce(last)
+    return last.item() / dist.get_world_size()
+
+
+@contextlib.contextmanager
+def _gradients(kind: str) -> Iterator[None]:
+    """autoamp, with gradients that are exchanged as they are (keep) or in half."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy = Path(folder, "policy.yaml")
+        policy.write_text(f"distributed: {{gradients: {kind}}}\n")
+        autoamp.enable(str(policy))
+        try:
+            yield
+        finally:
+            autoamp.disable()
 
 
 if __name__ == "__main__":

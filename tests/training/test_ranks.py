@@ -257,3 +257,16 @@ def test_mixed_precision_that_a_model_is_sharded_with_wins(
         for mode in MODES:
             assert one[mode][kind]["seen"] == "torch.bfloat16"
         assert one["bfloat16"][kind]["loss"] == one["plain"][kind]["loss"]
+
+
+@pytest.mark.parametrize("mode", HALF)
+def test_a_pipeline_runs_in_half_and_agrees_with_float32(
+    found: Callable[..., Found], mode: str
+) -> None:
+    for one in found("r_pipeline"):
+        assert set(one[mode]["seen"]) == {f"torch.{mode}"}
+        for key in ("loss", "gradients", "parameters"):
+            torch.testing.assert_close(
+                one[mode][key], one["plain"][key], rtol=HALF[mode], atol=HALF[mode]
+            )
+        assert one[f"{mode} status"]["steps"] == {"taken": 12, "skipped": 0}
