@@ -170,6 +170,16 @@ def test_ranks_change_no_dtype_before_all_have_agreed(
     assert found_in == [("Silent", 0)] * (mode == "float16") + [("Loud", 2)]
 
 
+@pytest.mark.parametrize("mode", HALF)
+def test_a_module_that_has_exchanged_something_is_not_run_again_by_one_rank(
+    found: Callable[..., Found], mode: str
+) -> None:
+    """What it met silently is left, and its error is the script's."""
+    first, second = [one[mode]["late"] for one in found("r_agree")]
+    assert first == [True, [2.0, 2.0]] * 2
+    assert second == [True, [2.0, 2.0], "expected scalar type Float but found Half", [2.0, 2.0]]
+
+
 @pytest.mark.parametrize("mode", ["float16", "overflows"])
 def test_ranks_have_one_loss_scale_whatever_happens_to_one_of_them(
     found: Callable[..., Found], mode: str

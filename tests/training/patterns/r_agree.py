@@ -45,6 +45,21 @@ class Centred(nn.Module):
         return x - row / world
 
 
+class Late(nn.Module):
+    """Has exchanged something when it fails on one rank: it cannot begin again alone."""
+
+    def __init__(self, loudly):
+        super().__init__()
+        self.layer, self.loudly = nn.Linear(4, 4), loudly
+
+    def forward(self, x):
+        x = self.layer(x).abs()
+        dist.all_reduce(torch.ones(3))
+        if rank == 1 and self.loudly and x.dtype is not torch.float32:
+            raise RuntimeError("expected scalar type Float but found Half")
+        return (x + (1e-9 if rank == 1 else 1e-3)).sum()
+
+
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), Silent(), Centred(), nn.Linear(8, 8), Loud(), Centred(), nn.Linear(8, 2))
 model = DistributedDataParallel(model)
@@ -61,3 +76,12 @@ for step, x in enumerate(inputs):
     optimizer.step()
 
 result["parameters"] = [p.detach() for p in model.parameters()]
+result["late"] = []
+for loudly in (False, True):
+    try:
+        result["late"].append(Late(loudly)(torch.randn(3, 4)).item() > 0)
+    except RuntimeError as error:
+        result["late"].append(str(error))
+    together = torch.ones(2)
+    dist.all_reduce(together)
+    result["late"].append(together.tolist())
