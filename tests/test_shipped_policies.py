@@ -717,3 +717,9 @@ def test_what_a_half_tensor_becomes_under_a_policy(mixed: Any, name: str) -> Non
     mixed(name, "float16")
     seen = in_region(lambda: {what: call(half).dtype for what, (call, _) in calls.items()})
     assert seen == {what: getattr(torch, dtype) for what, (_, dtype) in calls.items()}
+
+
+def test_fast_and_paddle_exchange_gradients_in_half() -> None:
+    """Paddle casts gradients back to float32 after they have been added up over all GPUs."""
+    asked = {name for name in NAMES if policyfile.load(name).gradients == "half"}
+    assert asked == {"fast", "paddle"}
