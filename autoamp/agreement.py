@@ -17,7 +17,16 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from .ranks import Group, agreed, collected, flat_groups, has_ranks, instances, is_shard
+from .ranks import (
+    Group,
+    agreed,
+    all_take_part,
+    collected,
+    flat_groups,
+    has_ranks,
+    instances,
+    is_shard,
+)
 from .session import Session
 from .stepping import dynamo_is_off
 from .unskippable import Limit
@@ -30,6 +39,8 @@ FIRST = 16
 checkpoints have been loaded just before, and models are looked at when they are first called."""
 EVERY = 64
 """Later once in so many: it costs a small all-reduce, for which the host waits."""
+PATIENCE = 60.0
+"""Seconds in which the other ranks may come to their first backward."""
 _TYPES = {None: 0.0, torch.float16: 1.0, torch.bfloat16: 2.0}
 """Types as numbers, to be compared across ranks."""
 
@@ -48,6 +59,7 @@ class Agreement:
         self._session = session
         self._replicas: dict[int, _Replica] = {}  # by the id of the reducer
         self._prepared: set[int] = set()
+        self._asked: set[str] = set()
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._wishes: dict[int, Demotion] = {}
         self._granted: list[Demotion] = []
@@ -118,7 +130,19 @@ class Agreement:
                     group = Group(model.process_group, next(model.parameters()).device.type)
                     groups[model.process_group.group_name] = group
         for name in sorted(groups):
-            self.agree([groups[name]])
+            self.agree_if_all_can(groups[name])
+
+    def agree_if_all_can(self, group: Group) -> None:
+        """Agree with the ranks of a data-parallel model; the first time, ask if all can do that."""
+        name = group.ranks.group_name
+        if name not in self._asked:
+            self._asked.add(name)
+            if not all_take_part(group, PATIENCE):
+                self._session.stand_aside(
+                    "some ranks run without it; set AUTO_MIXED_PRECISION on every machine"
+                )
+        if not self._session.stands_aside:
+            self.agree([group])
 
     def after_backward(self) -> None:
         """Do what was agreed; a checkpoint may have run forwards again until now."""
@@ -192,7 +216,7 @@ def join_post_hook(original: Callable[..., Any], session: Session) -> Callable[.
         if session.active and (session.may_scale or session.agreement_matters):
             model = self.ddp
             device_type = next(model.parameters()).device.type
-            session.agreement.agree([Group(model.process_group, device_type)])
+            session.agreement.agree_if_all_can(Group(model.process_group, device_type))
             session.agreement.after_backward()
         return result
 

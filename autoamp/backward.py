@@ -116,6 +116,9 @@ class _Engine:
         leaves = _leaves(self.session, call.roots, call.inputs)
         if call.around is None and agreement.is_awaited():
             agreement.before_backward(leaves)
+            if not self.session.scales:  # not all ranks scale
+                call.run(call.seeds, call.retain_graph)
+                return
         scale = self._scale(call)
         if agreement.is_apart(leaves):
             scale = agreement.limit.below(scale)

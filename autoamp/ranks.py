@@ -12,6 +12,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,23 @@ def agreed(flag: torch.Tensor, groups: list[Group]) -> torch.Tensor:
 def anywhere(answer: bool, groups: list[Group]) -> bool:
     """Whether any rank answers yes. Waits for the others."""
     return bool(agreed(torch.tensor(float(answer)), groups).item()) if groups else answer
+
+
+def all_take_part(group: Group, seconds: float) -> bool:
+    """Whether every rank of a group has asked this, or does so soon: all get one answer.
+
+    By the store through which they have met, which others need not answer.
+    """
+    store = _distributed.distributed_c10d._get_process_group_store(group.ranks)
+    rank, world = (ask(group.ranks) for ask in (_distributed.get_rank, _distributed.get_world_size))
+    store.set(f"autoamp/{rank}", "here")
+    try:
+        keys = [f"autoamp/{other}" for other in range(world)]
+        store.wait(keys, timedelta(seconds=seconds))
+        word = "all"
+    except RuntimeError:  # the time is over
+        word = "some"
+    return bool(store.compare_set("autoamp/who", "", word) == b"all")
 
 
 def collected(mine: Any, group: Group) -> list[Any]:

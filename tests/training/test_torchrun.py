@@ -29,6 +29,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 how = sys.argv[1]
+if how == "some" and "autoamp" in sys.modules:
+    import autoamp.agreement
+    autoamp.agreement.PATIENCE = 2.0
 dist.init_process_group("gloo", timeout=timedelta(seconds=5 if how == "stop" else 60))
 rank, world = dist.get_rank(), dist.get_world_size()
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -191,3 +194,20 @@ def test_a_rank_that_dies_ends_the_others_as_torch_does(
     assert "RuntimeError" in err
     assert "rank 0 of 2 step 2" in out
     assert ("Timed out" in err or "timeout" in err) == (how == "stop"), err
+
+
+def test_where_some_ranks_run_without_it_it_stands_aside_on_the_others(
+    launch: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """In the first backward: their gradients would carry a scale that the others' do not."""
+    address: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        launch("some", RANK=rank, WORLD_SIZE="2", AUTO_MIXED_PRECISION=switch, **address)
+        for rank, switch in (("0", "1"), ("1", "0"))
+    ]
+    said = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    _, aside, end = ours(said[0][1])
+    assert "stands aside: some ranks run without it" in aside
+    assert "1 region, 6 steps taken" in end
+    assert ours(said[1][1]) == []
