@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from dataclasses import replace
@@ -30,6 +31,7 @@ from .kernels import Kernels, Local
 from .patches import patches_for
 from .patching import Ledger
 from .policy import Policy
+from .reporting.watching import Watch
 from .scaling import LossScale
 from .session import Session
 from .speech import Speech
@@ -66,7 +68,7 @@ def activate(door: str, policy: str | None = None) -> str | None:
         _session = _open(asked, _policy(asked, policy), door)
     except AutoampError as error:
         if asked.report:
-            report.write(asked.report, report.describe_inactive(str(error), door))
+            report.save(asked.report, report.describe_inactive(str(error), door))
         raise
     return None
 
@@ -101,6 +103,8 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         local,
     )
     opened.spoilt = overflow.Spoilt()
+    if asked.report:
+        opened.watch = Watch(opened, functools.partial(report.write_unfinished, opened))
     opened.modules = modules.Rules(opened)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)

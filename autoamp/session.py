@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .overflow import Spoilt
     from .patching import Ledger
     from .region import Regions
+    from .reporting.audit import Audit
+    from .reporting.watching import Watch
     from .stepping import Gates
 
 Backward = tuple[torch.Tensor, torch.Tensor]
@@ -116,6 +118,10 @@ class Session:
     regions: Regions = field(init=False)
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
+    watch: Watch | None = None
+    """Hears of steps, where a report is asked for."""
+    audit: Audit | None = None
+    """Looks at one training step, where a report is asked for; None when it has."""
     pid: int = field(default_factory=os.getpid)
     started: float = field(default_factory=time.time)
     _retained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)

@@ -100,6 +100,8 @@ class Gates:
                 local.ids.discard(id(optimizer))
                 if not local.ids:
                     local.inner.clear()
+                    if session.watch is not None:
+                        session.watch.step_ended(optimizer)
                 if getattr(session.local, "region", None) is not None:
                     torch.clear_autocast_cache()  # weights have changed inside an open region
 
