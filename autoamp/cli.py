@@ -162,19 +162,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_report(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
-        help="say what a report tells, and make a policy of it",
+        help="say what a report tells, and make a page or a policy of it",
         description="Say what a report tells: modules that run in float32, and why.",
     )
-    parser.add_argument("report", metavar="R.json", help=f"what {SWITCH}_REPORT has written")
+    parser.add_argument(
+        "report", nargs="?", metavar="R.json", help=f"what {SWITCH}_REPORT has written"
+    )
+    parser.add_argument("--html", metavar="OUT.html", help="write it as a page")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
     parser.add_argument(
         "--policy",
         metavar="OUT.yaml",
         help="write a policy with which that run demotes nothing; read it before you use it",
     )
-    parser.set_defaults(call=_report)
+    parser.set_defaults(call=lambda arguments: _report(parser, arguments))
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if not arguments.schema and arguments.report is None:
+        parser.error(f"name a report: what {SWITCH}_REPORT has written")
     try:
         from . import reportcli
     except ImportError as error:

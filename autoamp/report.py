@@ -207,12 +207,16 @@ PAGE_MARK = '<meta name="generator" content="autoamp">'
 
 def write(path: str, content: dict[str, Any]) -> None:
     """Write the report in one piece: a reader never sees half of it."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file in one piece; two processes that write one leave what the last one wrote."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(
