@@ -11,7 +11,6 @@ from typing import Any
 from . import learned, report
 from .spelling import one_line
 
-
 EXTRA = "pip install 'autoamp[report]'"
 SCHEMA = Path(__file__).parent / "reporting" / "schema.json"
 
@@ -56,13 +55,15 @@ def _make_page(content: dict[str, Any], path: str) -> None:
         ImportError: what makes pages is not installed.
         ValueError: the report lacks something, or the path names something else.
     """
+    import jinja2
+
     from .reporting import page
 
     if problem := report.stranger(Path(path)):
         raise ValueError(problem)
     try:
         text = page.html(content)
-    except (LookupError, TypeError, page.jinja2.TemplateError) as error:
+    except (LookupError, TypeError, jinja2.TemplateError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"this is no complete report ({what}); make a new one") from None
     report.write_text(path, text)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jinja2
 
 from .. import report
-from . import plots
+from . import compare, plots
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 LOW_ROOM = 4.0
 """Less than this factor between the largest number and the dtype's maximum is worth a word."""
 MUCH_LOST = 0.01
 """A larger share of gradients that became zero is worth a word."""
-MANY_SKIPS = 0.01
+MANY_SKIPS = 3, 0.01
+"""More than so many skipped steps, and than that share of all: no mere search for a scale."""
 
 _environment = jinja2.Environment(
     loader=jinja2.PackageLoader("autoamp.reporting", "templates"),
@@ -42,8 +44,51 @@ def html(content: Mapping[str, Any]) -> str:
         name_plot=plots.ops_by_name(audit["names"]),
         speed_plot=plots.speed(content["time"]["curve"]),
         demotion_lines=[report.demotion_line(d) for d in content["demotions"]],
+        fixups=_fixups(content["kernels"]),
         outcomes=_outcomes(content["patches"]),
     )
+
+
+def comparison(content: Mapping[str, Any], most: int = 12) -> str:
+    """The page of `autoamp compare`: at most so many curves over each other, losses first."""
+    variants = content["variants"]
+    parted: dict[str, float | None] = {}
+    for row in variants[1:]:
+        for found in row["agreements"]:
+            parted[found["name"]] = parted.get(found["name"]) or found["parted"]
+    names = [*parted, *(name for name in variants[0]["curves"] if name not in parted)]
+    figures = []
+    for name in names[:most]:
+        series = {row["name"]: _finite(row["curves"].get(name, [])) for row in variants}
+        said = [
+            f["sentence"] for row in variants[1:] for f in row["agreements"] if f["name"] == name
+        ]
+        figures.append((name, plots.curves(name, series, parted.get(name)), said))
+    speeds = {row["name"]: row["speeds"] for row in variants if row["speeds"]}
+    return render(
+        "compare.html",
+        title="autoamp compare",
+        content=content,
+        table=list(compare.rows(content, size)),
+        figures=figures,
+        left_out=max(0, len(names) - most),
+        speed_plot=plots.speeds(speeds) if speeds else "",
+        tones=TONES,
+    )
+
+
+TONES = {
+    "agrees": "good",
+    "disagrees": "bad",
+    "broken": "bad",
+    "failed": "bad",
+    "unknown": "unsure",
+}
+"""What a verdict looks like."""
+
+
+def _finite(curve: list[list[float]]) -> list[list[float]]:
+    return [point for point in curve if math.isfinite(point[1])]
 
 
 def render(template: str, **values: Any) -> str:
@@ -76,9 +121,17 @@ def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "steps taken", f"{steps['taken']:,}", f"{content['regions']:,} model calls"
     if scale["mode"] != "off":
         yield "steps skipped", f"{steps['skipped']:,}", share
-        yield "loss scale", f"{scale['final']:,.6g}", f"{scale['mode']}, from {scale['initial']:,.6g}"
+        yield (
+            "loss scale",
+            f"{scale['final']:,.6g}",
+            f"{scale['mode']}, from {scale['initial']:,.6g}",
+        )
     if time["steps_per_second"]:
-        yield "steps per second", f"{time['steps_per_second']:.3g}", f"{duration(time['seconds'])} in all"
+        yield (
+            "steps per second",
+            f"{time['steps_per_second']:.3g}",
+            f"{duration(time['seconds'])} in all",
+        )
     elif time["seconds"] is not None:
         yield "time", duration(time["seconds"]), ""
     for name, used in content["memory"]["devices"].items():
@@ -87,7 +140,11 @@ def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "peak memory, process", size(content["memory"]["process"]), "resident"
     audit = content["audit"]
     if audit["step"] is not None:
-        yield "share of ops in half", f"{_half_share(audit['ops']):.0%}", f"of step {audit['step']:,}"
+        yield (
+            "share of ops in half",
+            f"{_half_share(audit['ops']):.0%}",
+            f"of step {audit['step']:,}",
+        )
         yield "casts per step", f"{sum(audit['casts'].values()):,}", _casts(audit["casts"])
     demoted = {demotion["module"] for demotion in content["demotions"]}
     yield "modules demoted", f"{len(demoted):,}", "to float32, by what half broke"
@@ -108,7 +165,8 @@ def _remarks(content: Mapping[str, Any]) -> Iterator[str]:
     """What a person should know who reads nothing else, in sentences."""
     steps, audit = content["steps"], content["audit"]
     total = steps["taken"] + steps["skipped"]
-    if total and steps["skipped"] / total > MANY_SKIPS:
+    number, part = MANY_SKIPS
+    if steps["skipped"] > number and steps["skipped"] / total > part:
         yield (
             f"{steps['skipped'] / total:.1%} of the steps were skipped: gradients overflow often. "
             "Look for inf and nan in the loss and the data, or use BF16."
@@ -155,6 +213,16 @@ def _is_below(name: str, outer: str) -> bool:
     return bool(name) and (not outer or name.startswith(f"{outer}."))
 
 
+def _fixups(kernels: list[dict[str, str]]) -> dict[str, list[str]]:
+    """By what is done to them, the ops whose calls half precision would break."""
+    found: dict[str, list[str]] = {}
+    for kernel in kernels:
+        what = kernel["why"].rpartition("fix-up: ")
+        if what[1]:
+            found.setdefault(what[2], []).append(f"{kernel['op']} on {kernel['device']}")
+    return found
+
+
 def _outcomes(patches: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
     found: dict[str, list[dict[str, str]]] = {}
     for row in patches:
@@ -182,7 +250,7 @@ def size(number: float) -> str:
 
 def room(factor: float | None) -> str:
     """A factor of head room, short."""
-    return "" if factor is None else f"{factor:.1f}×" if factor < 10 else f"{factor:,.0f}×"
+    return "" if factor is None else f"{factor:.1f}x" if factor < 10 else f"{factor:,.0f}x"
 
 
 def share(part: float | None) -> str:

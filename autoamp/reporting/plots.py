@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import matplotlib
@@ -35,7 +35,7 @@ COLOURS = {
 }
 """What matplotlib is given for each CSS variable of the page."""
 SERIES = ("first", "second", "third", "fourth")
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "autoamp",
     "font.family": "sans-serif",
@@ -72,7 +72,7 @@ def loss_scale(content: Mapping[str, Any]) -> str:
             word = f"skipped step ({steps['skipped']:,})"
             axes.plot(scale["skips"], at, "x", color=COLOURS["bad"], markersize=6, label=word)
         for index, step in enumerate(sorted({d["step"] for d in content["demotions"]})):
-            word = "module demoted to float32" if not index else None
+            word = "" if index else "module demoted to float32"
             axes.axvline(step, color=COLOURS["warn"], linestyle="--", linewidth=1.2, label=word)
         if min(y) == max(y):
             axes.set_ylim(y[0] / 4, y[0] * 4)
@@ -104,7 +104,7 @@ def speed(curve: Sequence[Sequence[float]]) -> str:
     points = curve[::stride]
     pairs = [
         ((a[0] + b[0]) / 2, (b[0] - a[0]) / (b[1] - a[1]))
-        for a, b in zip(points, points[1:])  # noqa: B905 - neighbours
+        for a, b in pairwise(points)
         if b[1] > a[1]
     ]
 
@@ -132,7 +132,9 @@ def curves(
             mark = "." if len(x) < 30 else ""
             axes.plot(x, y, style, color=colour, linewidth=1.7, marker=mark, label=word)
         if parted is not None:
-            axes.axvline(parted, color=COLOURS["bad"], linestyle=":", linewidth=1.4, label="part here")
+            axes.axvline(
+                parted, color=COLOURS["bad"], linestyle=":", linewidth=1.4, label="part here"
+            )
         _label(axes, "step", name)
 
     return _svg(draw, f"{name} over the steps", legend=True)
@@ -179,9 +181,7 @@ def _bars(rows: Sequence[tuple[str, Mapping[str, int]]], title: str, height: flo
     return _svg(draw, title, legend=True, height=0.95 + height * len(rows)) if rows else ""
 
 
-def _svg(
-    draw: Callable[[Any], None], title: str, legend: bool = False, height: float = 2.5
-) -> str:
+def _svg(draw: Callable[[Any], None], title: str, legend: bool = False, height: float = 2.5) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6.4, height), layout="constrained")
         FigureCanvasSVG(figure)
