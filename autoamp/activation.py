@@ -31,6 +31,7 @@ from .kernels import Kernels, Local
 from .patches import patches_for
 from .patching import Ledger
 from .policy import Policy
+from .reporting.live import Live
 from .reporting.watching import Watch
 from .scaling import LossScale
 from .session import Session
@@ -64,6 +65,8 @@ def activate(door: str, policy: str | None = None) -> str | None:
         report.check_path(asked.report)
         # Where the program stands now: it may go elsewhere before it ends.
         asked = replace(asked, report=os.path.abspath(asked.report))
+    if asked.tensorboard:
+        asked = replace(asked, tensorboard=os.path.abspath(asked.tensorboard))
     try:
         _session = _open(asked, _policy(asked, policy), door)
     except AutoampError as error:
@@ -103,6 +106,8 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         local,
     )
     opened.spoilt = overflow.Spoilt()
+    opened.live = Live(opened, asked.tensorboard)
+    opened.loss_scale.heard = opened.live.heard
     if asked.report:
         opened.watch = Watch(opened, functools.partial(report.write_unfinished, opened))
     opened.modules = modules.Rules(opened)
@@ -127,6 +132,8 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
 def _finish(closing: Session) -> None:
     closing.modules.close()
     report.finish(closing)
+    if closing.live is not None and os.getpid() == closing.pid:
+        closing.live.close()
 
 
 def _close(closing: Session) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .patching import Ledger
     from .region import Regions
     from .reporting.audit import Audit
+    from .reporting.live import Live
     from .reporting.watching import Watch
     from .stepping import Gates
 
@@ -118,6 +119,7 @@ class Session:
     regions: Regions = field(init=False)
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
+    live: Live | None = None
     watch: Watch | None = None
     """Hears of steps, where a report is asked for."""
     audit: Audit | None = None

@@ -167,7 +167,6 @@ class Gates:
         elif overflow.concerns(optimizer, backwards, session.spoilt, is_spoilt):
             scale = overflow.scale_of(backwards) if backwards else session.backwards.last_scale
             result, outcome = None, Outcome(True, least(scale, shared), True)
-            session.speech.info("autoamp: step skipped, its gradients are not finite")
         elif not backwards:
             return step(optimizer, *args, **kwargs), None
         else:
@@ -250,7 +249,6 @@ class Gates:
                 outcome = Outcome(bool(overflows), scale, skipped=False)
         except Skip as skip:
             result, outcome = skip.loss, Outcome(True, skip.ran_with, skipped=True)
-            session.speech.info("autoamp: step skipped, its gradients are not finite")
         self._seen[optimizer] = session.backwards.count
         return result, outcome
 

@@ -411,7 +411,9 @@ def test_info_logs_each_skipped_step(mixed: Mixed, capfd: pytest.CaptureFixture[
         backward(model)
         optimizer.step()
     lines = capfd.readouterr().err.splitlines()
-    assert lines[1:] == ["autoamp: step skipped, its gradients are not finite"]
+    assert lines[1:] == [
+        "autoamp: step 1: skipped, its gradients are not finite; loss scale 1e+30 -> 5e+29"
+    ]
 
 
 # --- no more synchronisation than GradScaler ------------------------------------------------------

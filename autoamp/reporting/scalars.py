@@ -28,7 +28,7 @@ _CLOCKS = re.compile(
     r"size|total|num|workers|params|parameters|runtime|per_second|scale|global_step)($|[/_.])",
     re.IGNORECASE,
 )
-"""Names of what counts, measures time, or is set: shown by nobody, judged by nobody."""
+"""In names of what counts, measures time, or is set; ``total_loss`` is a loss still."""
 LOSSES = re.compile(
     r"loss|error|nll|perplexity|ppl|cost|mse|mae|rmse|cross_?entropy|\bce\b|kl|elbo|objective",
     re.IGNORECASE,
@@ -45,6 +45,12 @@ def _float(text: str) -> float:
     return float(text.replace("_", ""))
 
 
+def is_no_curve(name: str) -> bool:
+    """Whether a name is that of something that counts, measures time, or is set."""
+    is_loss = LOSSES.search(name) is not None and "scale" not in name
+    return _CLOCKS.search(name) is not None and not is_loss
+
+
 class Scalars:
     """Curves by name, from lines as they come."""
 
@@ -59,7 +65,7 @@ class Scalars:
         place = _place(line, found)
         names = []
         for name, value in found.items():
-            if _CLOCKS.search(name):
+            if is_no_curve(name):
                 continue
             curve = self.curves.setdefault(name, [])
             step = place if place is not None else len(curve) + 1.0
