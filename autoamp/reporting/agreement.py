@@ -13,7 +13,7 @@ TOLERANCE = 0.05
 """How far the smoothed curves may be apart, as a share of the float32 one."""
 NOISE = 3.0
 """And how many times the noise of a smoothed curve they may be apart besides."""
-MOST_NOISE = 0.1
+MOST_NOISE = 0.25
 """But no more for that than this share of the way that the float32 curve goes."""
 SMOOTHED = 10
 """A curve is smoothed over a tenth of its length."""
