@@ -244,12 +244,15 @@ def finish(session: Session) -> None:
             session.speech.notice(f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {problem}")
 
 
-def write_unfinished(session: Session) -> None:
-    """The JSON report as if the run ended here; whether it can be written is said at the end."""
+def write_unfinished(session: Session, wait: bool) -> None:
+    """The JSON report as if the run ended here; whether it can be written is said at the end.
+
+    `wait`: the device may be waited for.
+    """
     path = session.settings.report
     if path and _is_told_by(session) and not stranger(Path(data_path(path))):
         try:
-            write(data_path(path), describe(session, wait=False))
+            write(data_path(path), describe(session, wait))
         except OSError:
             pass
 

@@ -75,6 +75,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         return [f"autoamp was not active: {one_line(content['reason'])}"]
     devices = content["devices"].items()
     return [
+        *["written before the end: the run was killed or still runs"][content["finished"] :],
         f'policy "{one_line(content["policy"]["name"])}"',
         *(f"{name}: {found['dtype']}" for name, found in devices),
         report.summary(content),

@@ -91,7 +91,9 @@ def test_one_file_says_all_and_needs_nothing(made: SimpleNamespace) -> None:
     assert re.findall(r"<(script|link|img|iframe)\b(?! rel=\"icon\")", made.text) == []
     assert re.findall(r'(?:src|href)="(?!#|data:)', made.text) == []
     assert made.text.count("<svg") == 4
-    assert "#0" not in re.sub(r"(href|url)[=(\"]+#\S+", "", made.text)  # each colour is the page's
+    plots = "".join(re.findall(r"<svg.*?</svg>", made.text, re.DOTALL))
+    assert re.findall(r"(?:fill|stroke): #\w+", plots) == []  # each colour is the page's
+    assert "fill: var(--float16)" in plots
     assert len(re.findall(r'\bid="([^"]+)"', made.text)) == len(
         set(re.findall(r'\bid="([^"]+)"', made.text))
     )

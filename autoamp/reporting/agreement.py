@@ -15,6 +15,8 @@ NOISE = 3.0
 """And how many times the noise of a smoothed curve they may be apart besides."""
 MOST_NOISE = 0.25
 """But no more for that than this share of the way that the float32 curve goes."""
+FOR_GOOD = 0.8
+"""Curves part where they are apart at this share of all later steps."""
 SMOOTHED = 10
 """A curve is smoothed over a tenth of its length."""
 RULE = (
@@ -99,10 +101,10 @@ def _parting(beyond: Sequence[bool]) -> int | None:
     length = len(beyond)
     if not beyond[-1] and sum(beyond) <= length // 10:
         return None
-    at = length
-    while at > 0 and sum(beyond[at - 1 :]) >= 0.5 * (length - at + 1):
-        at -= 1
-    return at if at < length else beyond.index(True)
+    for at in range(length):
+        if beyond[at] and sum(beyond[at:]) >= FOR_GOOD * (length - at):
+            return at
+    return beyond.index(True)
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:

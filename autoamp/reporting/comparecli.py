@@ -117,7 +117,7 @@ def _display(verbose: bool, total: int) -> Iterator[Display]:
 
         def listen(line: str, is_error: bool) -> None:
             if verbose:
-                (sys.stderr if is_error else sys.stdout).write(f"{line}\n")
+                print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
             if progress is not None and task is not None:
                 progress.update(task, last=line.strip()[:60])
 

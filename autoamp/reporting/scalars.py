@@ -15,7 +15,7 @@ _NUMBER = r"[-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|i
 _PAIR = re.compile(
     rf"""(?P<name>[A-Za-z_](?:[\w./@-]|\([\w()]*\))*)      # loss, train/loss, D(G(z))
     ['"]?\s*(?:[:=]\s*|\s)\s*['"]?(?:tensor\()?
-    (?P<value>{_NUMBER})(?![\w.]*[\w])""",
+    (?P<value>{_NUMBER})(?![\w.]*[\w])(?![:-]\d)  # no time, no date""",
     re.VERBOSE | re.IGNORECASE,
 )
 _PROGRESS = re.compile(r"(\d+)/(\d+) \[\d+:\d+")

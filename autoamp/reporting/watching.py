@@ -16,13 +16,14 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from .. import policytext
+from ..inspection import is_plain
 from .audit import Audit
 from .curves import KEPT
 
 if TYPE_CHECKING:
     from ..session import Session
 
-FIRST_WAIT = 1.0
+FIRST_WAIT = 2.0
 """Seconds between two writings of an unfinished report, at least."""
 SHARE = 1000
 """That many times as long as the last one took is waited too: a thousandth of the time at most."""
@@ -31,7 +32,7 @@ SHARE = 1000
 class Watch:
     """Hears of every step that ends, of any optimizer, where a report is asked for."""
 
-    def __init__(self, session: Session, write: Callable[[], None]) -> None:
+    def __init__(self, session: Session, write: Callable[[bool], None]) -> None:
         self.session = session
         self.audit = session.audit = Audit(session)
         self.started = time.time()
@@ -86,7 +87,7 @@ class Watch:
             return
         try:
             before = time.perf_counter()
-            self._write()
+            self._write(is_plain())
             took = time.perf_counter() - before
             self._next_write = before + max(FIRST_WAIT, SHARE * took)
         finally:
