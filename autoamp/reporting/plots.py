@@ -5,6 +5,7 @@ matplotlib draws with colours that stand for CSS variables; the text stays text.
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.labelcolor": COLOURS["ink"],
     "path.simplify": True,
+    "text.parse_math": False,
 }
 _numbers = count(1)
 
@@ -206,7 +208,7 @@ def _for_page(svg: str, title: str) -> str:
     for name, colour in COLOURS.items():
         svg = re.sub(colour, f"var(--{name})", svg, flags=re.IGNORECASE)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 var(--font)", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
 
 
 def _label(axes: Any, x: str, y: str) -> None:
