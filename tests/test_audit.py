@@ -249,6 +249,23 @@ def test_evaluations_in_between_are_not_counted(mixed: Mixed, tmp_path: Path) ->
     assert sum(audit_of(session)["ops"]["forward"].values()) == 4
 
 
+def test_what_is_between_two_calls_of_a_model_belongs_to_no_module(
+    mixed: Mixed, tmp_path: Path
+) -> None:
+    session = mixed("torch", "bfloat16", REPORT=str(tmp_path / "run.json"))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(WARM_UP + 1):
+        first = model(torch.ones(2, 4)).square().sum()
+        second = model(torch.ones(2, 4)).square().sum()
+        (first + second).backward()
+        optimizer.step()
+    rows = rows_of(session)
+    # Twice a product and a sum; the gradients of both calls are added up for weight and bias.
+    assert rows["Linear"]["backward"] == {"bfloat16": 4, "float32": 2}
+    assert rows["outside of modules"]["backward"]["float32"] >= 4  # two squares are two ops each
+
+
 def test_a_checkpointed_module_keeps_its_bits_and_its_recomputation_is_its_own(
     mixed: Mixed, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ class Agreement:
         """One line for a person."""
         ends = f"{self.first:.4g} in float32, {self.last:.4g} in mixed precision"
         if self.agrees:
-            used = f"{self.difference:.0%} of what is tolerated"
+            used = f"{self.difference:.1%} of what is tolerated"
             return f"{self.name} agrees, the largest difference is {used}; at the end {ends}"
         return f"{self.name} disagrees from step {self.parted:g} on; at the end {ends}"
 

@@ -102,12 +102,8 @@ class Audit:
         if look is None or not self._may_look(look) or not look.takes(args[0]):
             return run(args, kwargs)
         look.border()
-        try:
-            with look:
-                return run(args, kwargs)
-        finally:
-            look.root = None
-            look.border(args[0])
+        with look:
+            return run(args, kwargs)
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What runs the engine, while a step is looked at."""
@@ -170,7 +166,6 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_running = False
         self.has_seen_a_forward = False
         self.obstacle = ""
-        self.root: Module | None = None
         self._roots: dict[int, Module] = {}
         self._modules: dict[int, Module] = {}
         self._rows: dict[tuple[int, str], _Row] = {}
@@ -201,7 +196,7 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(root) not in self._roots and any(map(is_opaque, all_below(root))):
             self.obstacle = "compiled and scripted modules are not looked into"
             return False
-        self.root = self._roots[id(root)] = root
+        self._roots[id(root)] = root
         return True
 
     def has_plain_graph(self, roots: Any) -> bool:
@@ -219,7 +214,10 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return original(*args, **kwargs)
 
     def border(self, module: Module | None = None) -> None:
-        """Nodes of the graph made since the last border are this module's, or nobody's."""
+        """Nodes of the graph made since the last border are this module's, or nobody's.
+
+        It comes with each op: a node is made before the op that it is for.
+        """
         if _next_number is not None and threading.get_ident() == self._thread:
             self._borders.append((_next_number(), 0 if module is None else self._key(module)))
 

@@ -12,6 +12,8 @@ from .playing import Run
 
 FLOAT32 = "float32"
 NOT_RUN = "did not run"
+SLOWER = 0.95
+"""A speed-up below is worth a word."""
 
 
 def told(runs: Sequence[Run], variants: Sequence[str], command: str, asked: int) -> dict[str, Any]:
@@ -150,6 +152,8 @@ def _notes(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> Iterator[s
     if max((row["runs"] for row in rows), default=0) == 1:
         yield "One run each: spreads are within a run. --repeat 3 alternates three of each."
     for row in rows[1:]:
+        if row["speed_up"] and row["speed_up"]["median"] < SLOWER:
+            yield f"{row['name']} is slower than float32 here."
         if row["demotions"]:
             yield f"{row['name']}: {len(row['demotions'])} modules fell back to float32."
         if row["runs"] and row["regions"]:

@@ -75,8 +75,8 @@ class Live:
             self._writer = SummaryWriter(self._folder, flush_secs=10)
         except ImportError:
             self._give_up("tensorboard is not installed (pip install tensorboard)")
-        except OSError as error:
-            self._give_up(f"{error.strerror}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step that runs goes on
+            self._give_up(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
 
     def _give_up(self, why: str) -> None:
         asked = f"AUTO_MIXED_PRECISION_TENSORBOARD={self._folder}"
