@@ -152,6 +152,7 @@ def test_head_room_and_underflow_are_those_of_a_reference(mixed: Mixed, tmp_path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     torch.manual_seed(0)
     x, wanted = torch.randn(5, 4), torch.randn(5, 3) * 1e-7
+    wanted[0] = 0  # is zero in float32, too, and not lost
     for _ in range(WARM_UP + 1):
         optimizer.zero_grad()
         (model(x) * wanted).sum().backward()
@@ -169,7 +170,7 @@ def test_head_room_and_underflow_are_those_of_a_reference(mixed: Mixed, tmp_path
     # The gradient of the result was cast outside of the module.
     outside = rows_of(session)["outside of modules"]
     gone = ((half == 0) & (wanted != 0)).sum().item()
-    assert outside["underflow"] == pytest.approx(gone / 15)
+    assert outside["underflow"] == pytest.approx(gone / 12)
     assert gone > 0
     assert row["underflow"] == pytest.approx(lost / of)
     assert row["largest_gradient"] == pytest.approx(exact.half().abs().max().item(), rel=1e-2)
@@ -309,7 +310,10 @@ def test_modes_of_the_script_see_what_they_saw_without_the_audit(
         mixed("torch", "bfloat16", **variables)
         model = Net()
         with Ops() as outer:  # around everything
-            train(model)
+            train(model, 3 * (WARM_UP + 1))
+        if variables:
+            missing = audit_of(autoamp.activation.session())["missing"]
+            assert missing == "a dispatch mode of the script was on"
         inner = Ops()
 
         class Inside(Net):

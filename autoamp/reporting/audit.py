@@ -117,12 +117,12 @@ class Audit:
         return backward
 
     def _may_look(self, look: _Look) -> bool:
-        return (
-            threading.get_ident() == self._thread
-            and not look.is_running
-            and torch._C._len_torch_dispatch_stack() == 0
-            and is_plain()
-        )
+        if look.is_running or threading.get_ident() != self._thread or not is_plain():
+            return False
+        if torch._C._len_torch_dispatch_stack():
+            look.obstacle = "a dispatch mode of the script was on"
+            return False
+        return True
 
     def _open(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
