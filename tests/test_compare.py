@@ -111,16 +111,6 @@ def test_a_damaged_run_disagrees_from_where_it_parts_and_a_healthy_one_agrees(
     assert "nan" not in text[: text.index("<svg")]
 
 
-def test_a_script_that_prints_no_loss_is_told_so(compared: Compare) -> None:
-    script = TRAIN.replace("SHOW", "print(f'accuracy {step / 20}')")
-    code, out, _, data = compared(script, "--dtype", "bfloat16", "--policy", "torch")
-    assert code == 0
-    (verdict,) = data["verdicts"]
-    assert verdict["word"] == "unknown"
-    assert "cannot be judged: the script prints no loss repeatedly (only accuracy)" in out
-    assert data["variants"][0]["steps"] == 20
-
-
 def test_a_script_that_fails_in_both_shows_its_own_error_and_runs_no_more(
     compared: Compare,
 ) -> None:
@@ -246,6 +236,19 @@ def test_skipped_steps_demotions_and_memory_of_all_runs_are_told() -> None:
     assert (mixed["skipped"], mixed["demotions"]) == (4, [found])
     assert full["memory"] == {"process": 100, "devices": {"cuda:0": 10}}
     assert mixed["memory"] == {"process": 90, "devices": {"cuda:0": 6, "cuda:1": 1}}
+
+
+def test_a_script_that_prints_no_loss_is_told_what_cannot_be_judged() -> None:
+    runs = [run_of("float32", []), run_of("x", [])]
+    (verdict,) = compare.told(runs, ["float32", "x"], "train", 1)["verdicts"]
+    assert verdict["word"] == "unknown"
+    assert "prints no loss repeatedly (no number that it shows more than once)" in verdict["text"]
+    for run in runs:
+        for epoch in range(3):
+            run.scalars.read(f"epoch {epoch} accuracy {epoch / 3}")
+    (verdict,) = compare.told(runs, ["float32", "x"], "train", 1)["verdicts"]
+    assert verdict["word"] == "unknown"
+    assert "prints no loss repeatedly (only accuracy)" in verdict["text"]
 
 
 def test_a_baseline_that_is_really_tf32_is_named() -> None:
