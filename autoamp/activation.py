@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from dataclasses import replace
@@ -31,6 +32,8 @@ from .kernels import Kernels, Local
 from .patches import patches_for
 from .patching import Ledger
 from .policy import Policy
+from .reporting.live import Live
+from .reporting.watching import Watch
 from .scaling import LossScale
 from .session import Session
 from .speech import Speech
@@ -63,11 +66,13 @@ def activate(door: str, policy: str | None = None) -> str | None:
         report.check_path(asked.report)
         # Where the program stands now: it may go elsewhere before it ends.
         asked = replace(asked, report=os.path.abspath(asked.report))
+    if asked.tensorboard:
+        asked = replace(asked, tensorboard=os.path.abspath(asked.tensorboard))
     try:
         _session = _open(asked, _policy(asked, policy), door)
     except AutoampError as error:
         if asked.report:
-            report.write_of_rank(asked.report, report.describe_inactive(str(error), door))
+            report.save(asked.report, report.describe_inactive(str(error), door))
         raise
     return None
 
@@ -102,6 +107,10 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         local,
     )
     opened.spoilt = overflow.Spoilt()
+    opened.live = Live(opened, asked.tensorboard)
+    opened.loss_scale.heard = opened.live.heard
+    if asked.report:
+        opened.watch = Watch(opened, functools.partial(report.write_unfinished, opened))
     opened.modules = modules.Rules(opened)
     opened.agreement = agreement.Agreement(opened)
     opened.regions = region.Regions(opened)
@@ -125,6 +134,8 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
 def _finish(closing: Session) -> None:
     closing.modules.close()
     report.finish(closing)
+    if closing.live is not None and os.getpid() == closing.pid:
+        closing.live.close()
 
 
 def _close(closing: Session) -> None:

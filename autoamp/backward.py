@@ -41,7 +41,9 @@ def engine_run_backward(original: Callable[..., Any], session: Session) -> Calla
         accumulate_grad: bool,
     ) -> Any:
         def run(seeds: Any, retain_graph: bool) -> Any:
-            return original(
+            audit = session.audit
+            start = original if audit is None or not audit.is_open else audit.backward(original)
+            return start(
                 roots,
                 seeds,
                 retain_graph,

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"autoamp {__version__}")
     parser.set_defaults(call=lambda arguments: _help(parser))
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for add in (_add_run, _add_doctor, _add_policy, _add_report):
+    for add in (_add_run, _add_compare, _add_doctor, _add_policy, _add_report):
         add(commands)
     if argv is None:
         _own_process()
@@ -91,6 +91,53 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         why = "not found" if missing else error.strerror
         _say(f"{command[0]}: {why}; give a program on PATH, a .py file or -m MODULE")
         return 127 if missing else 126  # as a shell has it
+
+
+def _add_compare(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="run a command in float32 and in mixed precision, and say what came of it",
+        usage="autoamp compare [options] [--] (COMMAND | FILE.py | -m MODULE) [argument ...]",
+        description="Run a command in float32 and in mixed precision, alternating, and say how "
+        "much faster it is and whether its losses agree. Exit code 3 if they do not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--policy", metavar="A,B", default="", help="policies to compare; default: default"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="this type on every device")
+    parser.add_argument(
+        "--repeat", metavar="N", type=_positive, default=1, help="runs of each; default: 1"
+    )
+    parser.add_argument(
+        "--steps-from", metavar="REGEX", help="which lines of output tell a step; (\\d+) its number"
+    )
+    parser.add_argument("-o", dest="output", metavar="OUT", help="write a page, or data (.json)")
+    parser.add_argument(
+        "-v", dest="verbose", action="store_true", help="show the output of the command"
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a Python module")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(call=lambda arguments: _compare(parser, arguments))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs")
+    return int(text)
+
+
+def _compare(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not words:
+        parser.error("name what to run: autoamp compare -- python train.py")
+    from .reporting import comparecli
+
+    command = _command(words, arguments.is_module)
+    starts_itself = _is_this_python(command[0]) and doctor.has_start_file()
+    return comparecli.run(
+        arguments, command, [] if starts_itself else [str(doctor.shim_directory())]
+    )
 
 
 def _command(words: list[str], is_module: bool) -> list[str]:
@@ -162,19 +209,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_report(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
-        help="say what a report tells, and make a policy of it",
+        help="say what a report tells, and make a page or a policy of it",
         description="Say what a report tells: modules that run in float32, and why.",
     )
-    parser.add_argument("report", metavar="R.json", help=f"what {SWITCH}_REPORT has written")
+    parser.add_argument(
+        "report", nargs="?", metavar="R.json", help=f"what {SWITCH}_REPORT has written"
+    )
+    parser.add_argument("--html", metavar="OUT.html", help="write it as a page")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
     parser.add_argument(
         "--policy",
         metavar="OUT.yaml",
         help="write a policy with which that run demotes nothing; read it before you use it",
     )
-    parser.set_defaults(call=_report)
+    parser.set_defaults(call=lambda arguments: _report(parser, arguments))
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if not arguments.schema and arguments.report is None:
+        parser.error(f"name a report: what {SWITCH}_REPORT has written")
     try:
         from . import reportcli
     except ImportError as error:

@@ -19,7 +19,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .casting import back_to_half
-from .inspection import Finding, Probe, all_finite, none_is_spoilt, quietly
+from .inspection import (
+    Finding,
+    Probe,
+    all_finite,
+    is_opaque,
+    is_plain,
+    none_is_spoilt,
+    quietly,
+)
 from .kernels import FULL
 from .naming import Named, collect_names
 from .policy import FallbackRule
@@ -127,7 +135,7 @@ class Fallback:
         if (known := tuple(key)) in seen:
             return False
         seen.add(known)
-        return not _is_opaque(module) and torch._C._len_torch_dispatch_stack() == 0 and _is_plain()
+        return not is_opaque(module) and torch._C._len_torch_dispatch_stack() == 0 and is_plain()
 
     def helped(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module call, and in float32 if it raises because of half precision."""
@@ -168,7 +176,7 @@ class Fallback:
         around, mark = watch.mark, collectives()
         watch.mark = mark
         try:
-            with _disable_current_modes() if _is_opaque(module) else _NOTHING:
+            with _disable_current_modes() if is_opaque(module) else _NOTHING:
                 result = run(args, kwargs)
         except (Exception, Finding) as error:
             if not self.may_cure(error):
@@ -377,26 +385,6 @@ def _is_of_the_compiler(error: BaseException) -> bool:
 
 def _calls_modules(module: Module) -> bool:
     return any(child is not None for child in module._modules.values())
-
-
-def _is_opaque(module: Module) -> bool:
-    """Whether a module runs compiled code, into which no probe looks."""
-    kind = type(module)
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or kind.__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
-    )
-
-
-def _is_plain() -> bool:
-    """Whether nothing captures or transforms what runs here."""
-    if _cuda_is_up() and torch.cuda.is_current_stream_capturing():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
-
-
-_cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def _nesting() -> int:

@@ -45,7 +45,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload) or not self._is_looking():
             return func(*args, **kwargs)
-        if any(map(_is_unreal, tensors_in((args, kwargs)))):
+        if any(map(is_unreal, tensors_in((args, kwargs)))):
             return func(*args, **kwargs)
         written = [] if not func._schema.is_mutable else _written(func, args, kwargs)
         with quietly():
@@ -92,7 +92,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Other classes are left alone: to look at a distributed tensor, all ranks would have to."""
 
 
-def _is_unreal(tensor: torch.Tensor) -> bool:
+def is_unreal(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for others, or holds no numbers that could be looked at."""
     return tensor.is_meta or _is_wrapped(tensor) or isinstance(tensor, FakeTensor)
 
@@ -123,10 +123,33 @@ def none_is_spoilt(values: Any) -> bool:
 
 
 def _numbers(values: Any) -> Iterator[torch.Tensor]:
-    for tensor in tensors_in(values):
-        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        if is_plain and tensor.is_floating_point() and not _is_unreal(tensor):
-            yield tensor
+    return (tensor for tensor in tensors_in(values) if has_numbers(tensor))
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating point numbers that can be looked at."""
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return is_plain and tensor.is_floating_point() and not is_unreal(tensor)
+
+
+def is_opaque(module: torch.nn.Module) -> bool:
+    """Whether a module runs compiled code, into which nobody looks."""
+    kind = type(module)
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or kind.__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def is_plain() -> bool:
+    """Whether nothing captures or transforms what runs here."""
+    if _cuda_is_up() and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+_cuda_is_up: Callable[[], bool] = torch.cuda.is_initialized
 
 
 # Constants
@@ -253,7 +276,7 @@ def _overflow(func: Any, args: Any, kwargs: Any, result: Any) -> str:
         return ""
     if torch.Tag.nondeterministic_seeded not in func.tags:  # another draw would move the state
         try:
-            exact = func(*_to_float32(args), **_to_float32(kwargs))
+            exact = func(*to_float32(args), **to_float32(kwargs))
         except RuntimeError:
             exact = None
         if exact is not None and not all_finite(exact):
@@ -282,13 +305,14 @@ def _is_mask(given: torch.Tensor, result: torch.Tensor) -> bool:
     return not bool((result == float("-inf")).all(dim=-1).any())
 
 
-def _to_float32(value: Any) -> Any:
+def to_float32(value: Any) -> Any:
+    """Arguments of an op with half tensors, and half dtypes, as float32."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in HALF else value
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_float32, value))
+        return type(value)(map(to_float32, value))
     if isinstance(value, dict):
-        return {key: _to_float32(item) for key, item in value.items()}
+        return {key: to_float32(item) for key, item in value.items()}
     return torch.float32 if value in HALF else value
 
 

@@ -66,8 +66,12 @@ class Islands:
         try:
             if self.has_rules:
                 self.rules.of_root(args[0])
-            call = fallback.watched if fallback.is_new(args, kwargs) else fallback.helped
-            return call(self._call_known, args, kwargs)
+            if fallback.is_new(args, kwargs):
+                return fallback.watched(self._call_known, args, kwargs)
+            audit = self.session.audit
+            if audit is not None and audit.is_open:
+                return audit.forward(self._call_helped, args, kwargs)
+            return fallback.helped(self._call_known, args, kwargs)
         finally:
             local.root, local.precision, local.counts = None, "", False
 
@@ -103,6 +107,9 @@ class Islands:
             detours.pop()
             if region is None:
                 torch.clear_autocast_cache()
+
+    def _call_helped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fallback.helped(self._call_known, args, kwargs)
 
     def _call_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entry = self.rules.table.get(id(args[0]))

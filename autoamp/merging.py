@@ -27,10 +27,11 @@ def add(
     content: Mapping[str, Any],
     started: float,
     write: Callable[[str, dict[str, Any]], None],
-) -> None:
+) -> bool:
     """Put in the part of one rank (`place`: rank, number of ranks) and write what there is so far.
 
-    `started`: seconds since the epoch; parts of older runs do not count.
+    `started`: seconds since the epoch; parts of older runs do not count. Returns whether all parts
+    are there.
     """
     rank, world = place
     job = [world, *(os.environ.get(name, "") for name in _JOB)]
@@ -42,6 +43,7 @@ def add(
         if len(parts) == world:
             for r in parts:
                 os.unlink(_part(path, r))
+        return len(parts) == world
 
 
 def merged(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

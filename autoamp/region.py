@@ -187,7 +187,8 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     regions, may_cure = session.regions, islands.fallback.may_cure
     entry_of, local, detours = session.modules.table.get, session.local, session.detours
     has_rules, entry_of_strangers = islands.has_rules, islands.entry_of_strangers
-    call_root = islands.call_root if has_rules or islands.fallback.is_on else original
+    looks = islands.fallback.is_on or session.audit is not None
+    call_root = islands.call_root if has_rules or looks else original
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():

@@ -1,10 +1,14 @@
-"""Counts what happened and says it: the exit summary, and the report as JSON."""
+"""Counts what happened and says it: the exit summary, and the report as JSON.
+
+The page is made of the JSON by a process of its own: no plotting comes into that of a script.
+"""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import merging
 from .errors import SettingsError
+from .merging import OF_EACH
+from .reporting.curves import thinned, thinned_steps
 from .speech import speaks_for_the_job
 
 if TYPE_CHECKING:
@@ -23,10 +29,11 @@ SCHEMA = 1
 """Version of the report's layout; it grows when a key changes its meaning or goes."""
 
 
-def describe(session: Session) -> dict[str, Any]:
-    """The report as plain data; reading the loss scale back may wait for the device once."""
-    scale = session.loss_scale
-    scale.read_back()
+def describe(session: Session, wait: bool = True) -> dict[str, Any]:
+    """The report as plain data; reading the loss scale back may `wait` for the device once."""
+    scale, watch = session.loss_scale, session.watch
+    if wait:
+        scale.read_back()
     return {
         "schema": SCHEMA,
         "autoamp": sys.modules["autoamp"].__version__,
@@ -34,11 +41,20 @@ def describe(session: Session) -> dict[str, Any]:
         "active": session.active,
         "reason": "",
         "door": session.door,
-        "policy": {"name": session.policy.name, "source": session.policy.source},
+        "script": watch.script if watch is not None else "",
+        "finished": False,
+        "policy": {
+            "name": session.policy.name,
+            "source": session.policy.source,
+            "text": watch.policy_text if watch is not None else "",
+        },
         "devices": {name: {"dtype": d.word, "why": d.why} for name, d in session.decisions.items()},
         "regions": session.counts.regions,
         "loss_scale": _loss_scale(session),
         "steps": {"taken": session.counts.steps + scale.taken, "skipped": scale.skipped},
+        "time": watch.times() if watch is not None else dict(_NO_TIME),
+        "memory": _memory(),
+        "audit": watch.audit.result if watch is not None else dict(_NO_AUDIT),
         "demotions": [asdict(demotion) for demotion in session.demotions],
         "patches": [
             {"target": e.target, "outcome": e.outcome, "why": e.why} for e in session.ledger.entries
@@ -60,11 +76,16 @@ def describe_inactive(reason: str, door: str | None) -> dict[str, Any]:
         "active": False,
         "reason": reason,
         "door": door,
-        "policy": {"name": None, "source": None},
+        "script": "",
+        "finished": True,
+        "policy": {"name": None, "source": None, "text": ""},
         "devices": {},
         "regions": 0,
         "loss_scale": dict(_NO_LOSS_SCALE),
         "steps": {"taken": 0, "skipped": 0},
+        "time": dict(_NO_TIME),
+        "memory": _memory(),
+        "audit": dict(_NO_AUDIT),
         "demotions": [],
         "patches": [],
         "replaced_since": [],
@@ -77,7 +98,22 @@ _NO_LOSS_SCALE: dict[str, Any] = {
     "initial": None,
     "final": None,
     "history": [],
+    "skips": [],
     "owner": None,
+}
+_NO_TIME: dict[str, Any] = {
+    "started": None,
+    "seconds": None,
+    "steps_per_second": None,
+    "curve": [],
+}
+_NO_AUDIT: dict[str, Any] = {
+    "step": None,
+    "missing": "no report was asked for",
+    "ops": {"forward": {}, "backward": {}},
+    "names": [],
+    "casts": {},
+    "modules": [],
 }
 
 
@@ -89,7 +125,8 @@ def _loss_scale(session: Session) -> dict[str, Any]:
         "mode": scale.rule.mode,
         "initial": scale.history[0][1],
         "final": scale.history[-1][1],
-        "history": scale.history,
+        "history": thinned(scale.history),
+        "skips": thinned_steps(scale.skips),
         "owner": "autoamp",
     }
 
@@ -99,38 +136,89 @@ def _torch_version() -> str | None:
     return None if version is None else str(version)
 
 
+def _memory() -> dict[str, Any]:
+    """The most that was in use at a time: bytes of the process, and by device those of torch."""
+    devices = {}
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        devices = {
+            f"cuda:{index}": cuda.max_memory_allocated(index)
+            for index in range(cuda.device_count())
+        }
+    return {"process": _peak_of_process(), "devices": devices}
+
+
+def _peak_of_process() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def data_path(path: str) -> str:
+    """Where the JSON is that belongs to a report at `path`: itself, or beside the page."""
+    return os.path.splitext(path)[0] + ".json"
+
+
 def check_path(path: str) -> None:
     """Refuse a report path that cannot be written, while there is time to choose another.
 
     Raises:
         SettingsError: with what is wrong and what to do.
     """
-    file = Path(path)
-    if file.suffix != ".json":
+    if Path(path).suffix not in (".json", ".html"):
         raise SettingsError(
-            f"AUTO_MIXED_PRECISION_REPORT={path}: the report is JSON; name a file like run.json."
+            f"AUTO_MIXED_PRECISION_REPORT={path}: a report is JSON or a page; name a file like "
+            "run.json or run.html."
         )
-    problem = ""
+    for file in map(Path, dict.fromkeys((path, data_path(path)))):
+        if problem := _obstacle(file):
+            raise SettingsError(
+                f"AUTO_MIXED_PRECISION_REPORT={path}: {problem}; name a file that can be written."
+            )
+
+
+def _obstacle(file: Path) -> str:
     if file.is_dir():
-        problem = "it is a directory"
-    elif not file.parent.is_dir():
-        problem = f"there is no directory {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        problem = "it cannot be written"
-    if problem:
-        raise SettingsError(
-            f"AUTO_MIXED_PRECISION_REPORT={path}: {problem}; name a file that can be written."
-        )
+        return "it is a directory"
+    if not file.parent.is_dir():
+        return f"there is no directory {file.parent}"
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return "it cannot be written"
+    return stranger(file)
+
+
+def stranger(file: Path) -> str:
+    """What is wrong with overwriting a file: nothing, if it is a report, empty, or not there."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            head = opened.read(400)
+    except OSError:
+        return ""
+    is_report = head.startswith("{") and '"schema"' in head and '"autoamp"' in head
+    if not head or is_report or PAGE_MARK in head:
+        return ""
+    return f"{file} exists and is no report, and is left as it is"
+
+
+PAGE_MARK = '<meta name="generator" content="autoamp">'
+"""By which a page is known as one of ours."""
 
 
 def write(path: str, content: dict[str, Any]) -> None:
     """Write the report in one piece: a reader never sees half of it."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file in one piece; two processes that write one leave what the last one wrote."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(
@@ -142,48 +230,100 @@ def write(path: str, content: dict[str, Any]) -> None:
         raise
 
 
-def write_of_rank(path: str, content: dict[str, Any]) -> None:
-    """The same before anything has run: ``{rank}`` is what the launcher has said."""
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    write(path.replace(merging.OF_EACH, rank), content)
-
-
 def finish(session: Session) -> None:
     """The summary and the report, at exit or when autoamp is disabled."""
-    is_child = multiprocessing.parent_process() is not None
-    has_run = session.counts.regions > 0
-    if os.getpid() != session.pid or (is_child and not has_run):
+    place, speaks = session.place, speaks_for_the_job()
+    is_part = session.counts.regions > 0 and place[1] > 1
+    if not _is_ours(session) or not (speaks or is_part):
         return
-    speaks, place = speaks_for_the_job(), session.place
-    if not speaks and not (has_run and place[1] > 1):
-        return
-    content = describe(session)
+    content = {**describe(session), "finished": True}
     if speaks and session.speech.has_spoken:
         session.speech.notice(summary(content))
     path = session.settings.report
-    if path:
-        try:
-            _write_mine(path, content, session, place)
-        except OSError as error:
-            session.speech.notice(
-                f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {error.strerror}; no report written"
-            )
+    if path and (problem := _save_mine(path, content, session)):
+        session.speech.notice(f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {problem}")
 
 
-def _write_mine(
-    path: str, content: dict[str, Any], session: Session, place: tuple[int, int]
-) -> None:
+def _save_mine(path: str, content: dict[str, Any], session: Session) -> str:
     """Write what this process has to tell: all of the report, or its part of one of many ranks.
 
     A launcher that runs no model outlives the process that does: it must not write over that one's
-    report.
+    report. Returns what is wrong, empty if nothing is.
     """
-    if session.counts.regions and place[1] > 1 and merging.OF_EACH not in path:
-        merging.add(path, place, content, session.started, write)
-        return
-    path = path.replace(merging.OF_EACH, str(place[0]))
-    if session.counts.regions or not _written_since(path, session.started):
-        write(path, content)
+    (rank, world), has_run = session.place, session.counts.regions > 0
+    if not has_run or world == 1 or OF_EACH in path:
+        path = path.replace(OF_EACH, str(rank))
+        is_known = not has_run and _written_since(data_path(path), session.started)
+        return "" if is_known else save(path, content)
+    data = data_path(path)
+    if problem := stranger(Path(data)):
+        return problem
+    try:
+        is_whole = merging.add(data, session.place, content, session.started, write)
+    except OSError as error:
+        return f"{error.strerror}; no report written"
+    return _page_beside(data, path) if is_whole or rank == 0 else ""
+
+
+def write_unfinished(session: Session, wait: bool) -> None:
+    """The JSON report as if the run ended here; whether it can be written is said at the end.
+
+    `wait`: the device may be waited for.
+    """
+    data = data_path(session.settings.report or "").replace(OF_EACH, str(session.place[0]))
+    if data and _is_ours(session) and speaks_for_the_job() and not stranger(Path(data)):
+        try:
+            write(data, describe(session, wait))
+        except OSError:
+            pass
+
+
+def _is_ours(session: Session) -> bool:
+    """Whether this process, and not one that it was forked from, ran what happened here."""
+    is_child = multiprocessing.parent_process() is not None
+    return os.getpid() == session.pid and (session.counts.regions > 0 or not is_child)
+
+
+def save(path: str, content: dict[str, Any]) -> str:
+    """Write a report, and the page if `path` names one; what is wrong, empty if nothing is."""
+    data = data_path(path)
+    if problem := stranger(Path(data)):
+        return problem
+    try:
+        write(data, content)
+    except OSError as error:
+        return f"{error.strerror}; no report written"
+    return _page_beside(data, path)
+
+
+def _page_beside(data: str, path: str) -> str:
+    """The page of a report, if `path` is not the report itself; what is wrong, or empty."""
+    problem = _make_page(data, path) if data != path else ""
+    return f"{problem}; the report is in {data}" if problem else ""
+
+
+def _make_page(data: str, page: str) -> str:
+    """Have a process of its own make the page; what is wrong, empty if nothing is."""
+    command = "from autoamp.cli import main; raise SystemExit(main())"
+    try:
+        child = subprocess.run(  # noqa: S603 - this very Python, and code of ours
+            [sys.executable, "-c", command, "report", data, "--html", page],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "AUTO_MIXED_PRECISION": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=120,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"no page made ({type(error).__name__}: {error})"
+    if child.returncode == 0:
+        return ""
+    last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+    return f"no page made: {last.removeprefix('autoamp report: ')}"
 
 
 def summary(content: dict[str, Any]) -> str:

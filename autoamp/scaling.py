@@ -14,20 +14,27 @@ from typing import Any
 import torch
 
 from .policy import SCALES, LossScaleRule
+from .reporting.curves import KEPT, thinned, thinned_steps
 
 PENDING = 64
 """How many steps wait on the device before their outcome is read back."""
 
 
+Heard = Callable[[int, float, float, bool], None]
+"""(step, scale before, scale after, whether it was skipped)."""
+
+
 class LossScale:
     """The scale of one process, moved as `torch.amp.GradScaler` moves its own.
 
-    `history` holds ``[step, scale]`` wherever the scale changed; `taken` and `skipped` count gated
-    steps. What the user should know is given to `say`, in one line, once.
+    `history` holds ``[step, scale]`` wherever the scale changed, `skips` the skipped steps, both
+    thinned when they get long; `taken` and `skipped` count gated steps. What the user should know
+    is given to `say`, in one line, once. `heard` is told how each step ended.
     """
 
     def __init__(self, rule: LossScaleRule) -> None:
         self.say: Callable[[str], None] = _nobody_listens
+        self.heard: Heard | None = None
         self._patience, self._impatient = 0, _nobody_waits
         self.follow(rule)
 
@@ -43,6 +50,7 @@ class LossScale:
         self.taken = 0
         self.skipped = 0
         self.history: list[list[float]] = [[0, rule.init]]
+        self.skips: list[int] = []
         self._state = {"scale": rule.init, "growth_tracker": 0, "skips_in_a_row": 0}
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._inverse: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -148,10 +156,7 @@ class LossScale:
         rows = torch.stack([torch.stack(pair) for pair in pending]).tolist()
         for skip, scale in rows:
             before = self.history[-1][1]
-            self.skipped += skip > 0
-            self.taken += skip == 0
-            if scale != before:
-                self.history.append([self.taken + self.skipped, scale])
+            self._note(skip > 0, before, scale)
             if skip > 0 and not self._skips_in_a_row:
                 self._before_skips = before
             self._skips_in_a_row = self._skips_in_a_row + 1 if skip > 0 else 0
@@ -159,6 +164,21 @@ class LossScale:
                 self._impatient()
             if self._skips_in_a_row > 1 or scale < before:
                 self._warn(before, scale)
+
+    def _note(self, was_skipped: bool, before: float, scale: float) -> None:
+        self.skipped += was_skipped
+        self.taken += not was_skipped
+        step = self.taken + self.skipped
+        if scale != before:
+            self.history.append([step, scale])
+            if len(self.history) > 4 * KEPT:
+                self.history[:] = thinned(self.history)
+        if was_skipped:
+            self.skips.append(step)
+            if len(self.skips) > 4 * KEPT:
+                self.skips[:] = thinned_steps(self.skips)
+        if self.heard is not None:
+            self.heard(step, before, scale, was_skipped)
 
     def watch_skips(self, patience: int, impatient: Callable[[], None]) -> None:
         """Have `impatient` called whenever so many steps have been skipped in a row."""
@@ -197,7 +217,7 @@ class LossScale:
         """Start counting, and the history, at the present scale."""
         self.read_back()
         self.taken = self.skipped = 0
-        self.history = [[0, self.history[-1][1]]]
+        self.history, self.skips = [[0, self.history[-1][1]]], []
 
     def state(self) -> dict[str, float]:
         """What a checkpoint needs to go on as if nothing had happened: plain numbers."""

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .patching import Ledger
     from .reducing import Reduction
     from .region import Regions
+    from .reporting.audit import Audit
+    from .reporting.live import Live
+    from .reporting.watching import Watch
     from .stepping import Gates
 
 Backward = tuple[torch.Tensor, torch.Tensor]
@@ -127,6 +130,11 @@ class Session:
     regions: Regions = field(init=False)
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
+    live: Live | None = None
+    watch: Watch | None = None
+    """Hears of steps, where a report is asked for."""
+    audit: Audit | None = None
+    """Looks at one training step, where a report is asked for; None when it has."""
     pid: int = field(default_factory=os.getpid)
     started: float = field(default_factory=time.time)
     place: tuple[int, int] = (0, 1)

@@ -35,6 +35,7 @@ class Settings:
     loss_scale: str | float | None = None
     log: str = "notice"
     report: str | None = None
+    tensorboard: str | None = None
     strict: bool = False
     only: tuple[str, ...] = ()
     lower_add: tuple[str, ...] = ()
@@ -85,6 +86,7 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
     "LOSS_SCALE": _loss_scale,
     "LOG": _one_of(*LEVELS),
     "REPORT": str,
+    "TENSORBOARD": str,
     "STRICT": _flag,
     "ONLY": _words,
     "LOWER_ADD": _words,

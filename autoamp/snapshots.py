@@ -38,7 +38,7 @@ class Watch:
         with quietly():
             buffers = [
                 (part, name, buffer, copy)
-                for part in _all_below(module)
+                for part in all_below(module)
                 for name, buffer in part.__dict__.get("_buffers", {}).items()
                 if buffer is not None and (copy := self._copy(buffer)) is not None
             ]
@@ -80,7 +80,7 @@ class Snapshot:
             del frame.x_metadatas[count:]
 
 
-def _all_below(module: Module) -> list[Module]:
+def all_below(module: Module) -> list[Module]:
     """A module and what is below it; `Module.modules` may be another thing in a script's class."""
     found = {id(module): module}
     stack = [module]

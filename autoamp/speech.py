@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 
 from .spelling import one_line
 
@@ -16,6 +17,12 @@ LEVELS = {
     "info": logging.INFO,
     "debug": logging.DEBUG,
 }
+
+
+FREELY = 20
+"""So many lines of what happens are said as they come."""
+PAUSE = 10.0
+"""Then one in as many seconds."""
 
 
 class _Stderr(logging.Handler):
@@ -39,6 +46,8 @@ class Speech:
         self._handler = _Stderr()
         self.logger.addHandler(self._handler)
         self.has_spoken = False
+        self._infos = self._left_out = 0
+        self._next_info = 0.0
 
     def notice(self, line: str) -> None:
         """One of the few lines that a run prints unless it is quiet."""
@@ -47,9 +56,17 @@ class Speech:
             self.logger.log(LEVELS["notice"], line)
 
     def info(self, line: str) -> None:
-        """Something that happened, for ``AUTO_MIXED_PRECISION_LOG=info``."""
-        if speaks_for_the_job():
-            self.logger.info(line)
+        """Something that happened, for ``AUTO_MIXED_PRECISION_LOG=info``; not all of very many."""
+        if not self.logger.isEnabledFor(logging.INFO) or not speaks_for_the_job():
+            return
+        now = time.monotonic()
+        self._infos += 1
+        if self._infos > FREELY and now < self._next_info:
+            self._left_out += 1
+            return
+        more = f" ({self._left_out:,} more lines like this left out)" if self._left_out else ""
+        self._left_out, self._next_info = 0, now + PAUSE
+        self.logger.info(line + more)
 
     def debug(self, line: str) -> None:
         """How autoamp works here, for ``AUTO_MIXED_PRECISION_LOG=debug``; every process speaks."""

@@ -100,6 +100,8 @@ class Gates:
                 local.ids.discard(id(optimizer))
                 if not local.ids:
                     local.inner.clear()
+                    if session.watch is not None:
+                        session.watch.step_ended(optimizer)
                 if getattr(session.local, "region", None) is not None:
                     torch.clear_autocast_cache()  # weights have changed inside an open region
 
@@ -173,7 +175,6 @@ class Gates:
         elif overflow.concerns(optimizer, backwards, session.spoilt, is_spoilt, is_exchanged):
             scale = overflow.scale_of(backwards) if backwards else session.backwards.last_scale
             result, outcome = None, Outcome(True, least(scale, shared), True)
-            session.speech.info("autoamp: step skipped, its gradients are not finite")
         elif not backwards:
             return step(optimizer, *args, **kwargs), None
         else:
@@ -259,7 +260,6 @@ class Gates:
                 outcome = Outcome(bool(overflows), scale, skipped=False)
         except Skip as skip:
             result, outcome = skip.loss, Outcome(True, skip.ran_with, skipped=True)
-            session.speech.info("autoamp: step skipped, its gradients are not finite")
         self._seen[optimizer] = session.backwards.count
         return result, outcome
 

@@ -64,9 +64,10 @@ CASES = {  # the variables, and the middle of the line
         "AUTO_MIXED_PRECISION_REPORT=folder.json: it is a directory; "
         "name a file that can be written",
     ),
-    "report is not JSON": (
+    "report is neither JSON nor a page": (
         {SWITCH: "1", f"{SWITCH}_REPORT": "run.txt"},
-        "AUTO_MIXED_PRECISION_REPORT=run.txt: the report is JSON; name a file like run.json",
+        "AUTO_MIXED_PRECISION_REPORT=run.txt: a report is JSON or a page; "
+        "name a file like run.json or run.html",
     ),
     "wrapt is missing": ({SWITCH: "1"}, "wrapt is not installed (pip install wrapt)"),
     "yaml is missing": ({SWITCH: "1"}, "yaml is not installed (pip install pyyaml)"),

@@ -349,9 +349,14 @@ def test_a_report_that_cannot_be_written_is_broken(house):
 
 def test_the_report_of_a_training_run_is_left_alone(house, tmp_path):
     report = tmp_path / "r.json"
-    report.write_text("precious")
+    precious = '{"schema": 1, "autoamp": "precious"}'
+    report.write_text(precious)
     assert diagnose(house, **ON, AUTO_MIXED_PRECISION_REPORT=str(report))[:2] == (0, ACTIVE)
-    assert report.read_text() == "precious"
+    assert report.read_text() == precious
+    report.write_text("no report")
+    code, verdict, _ = diagnose(house, **ON, AUTO_MIXED_PRECISION_REPORT=str(report))
+    assert code == 1
+    assert f"{report} exists and is no report, and is left as it is" in verdict
 
 
 def test_programs_can_read_the_findings(house):

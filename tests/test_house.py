@@ -18,6 +18,12 @@ ROOMS = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")
 ALL_CODE = {
     str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
 }
+REPORTING = {
+    f"reporting.{path.stem}": ast.parse(path.read_text())
+    for path in (PACKAGE / "reporting").glob("*.py")
+    if path.stem != "__init__"
+}
+PLOTTING = {"jinja2", "matplotlib", "rich", "tensorboard"}
 STANDARD_LIBRARY_ONLY = {"__init__", "bootstrap"}
 WITHOUT_TORCH = {"__init__", "__main__", "bootstrap", "errors", "settings", "policy", "policyfile"}
 WITHOUT_TORCH |= {"grammar", "opnames", "oprules", "reading", "schema", "sections", "spelling"}
@@ -64,6 +70,34 @@ def reachable(room: str) -> set[str]:
 @pytest.mark.parametrize("room", sorted(ROOMS))
 def test_no_room_imports_itself_through_others(room: str) -> None:
     assert room not in reachable(room)
+
+
+def test_nothing_of_reporting_imports_itself_through_others() -> None:
+    """The names of these rooms, and of those they import, are spelled out from the package on."""
+    rooms = {**ROOMS, **REPORTING}
+    arrows = {}
+    for room, tree in rooms.items():
+        inside = room.startswith("reporting.")
+        arrows[room] = set()
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = "reporting" if inside and node.level == 1 else ""
+                path = ".".join(filter(None, (base, node.module)))
+                names = {".".join(filter(None, (path, alias.name))) for alias in node.names}
+                arrows[room] |= ({path} | names) & rooms.keys()
+    for room in REPORTING:
+        found, stack = set(), [room]
+        while stack:
+            new = arrows[stack.pop()] - found
+            found |= new
+            stack += new
+        assert room not in found, room
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS | REPORTING))
+def test_plotting_is_loaded_by_pages_alone(room: str) -> None:
+    others = imported((ROOMS | REPORTING)[room])[1]
+    assert room in ("reporting.page", "reporting.plots") or not others & PLOTTING
 
 
 @pytest.mark.parametrize("room", sorted(STANDARD_LIBRARY_ONLY))

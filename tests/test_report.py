@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp import report
+from autoamp import report, reportcli
 from autoamp.patches import PATCHES, halves_gradients, holds_schedulers
 
 ON = {"AUTO_MIXED_PRECISION": "1"}
@@ -26,11 +27,16 @@ KEYS = [
     "active",
     "reason",
     "door",
+    "script",
+    "finished",
     "policy",
     "devices",
     "regions",
     "loss_scale",
     "steps",
+    "time",
+    "memory",
+    "audit",
     "demotions",
     "patches",
     "replaced_since",
@@ -101,6 +107,7 @@ def test_a_run_in_float16_is_told_in_two_lines_and_one_report(run, tmp_path):
         "initial": 65536.0,
         "final": 32768.0,
         "history": [[0, 65536.0], [2, 32768.0]],
+        "skips": [2],
         "owner": "autoamp",
     }
     assert [row["target"] for row in content["patches"]] == [patch.target for patch in PATCHES]
@@ -261,6 +268,97 @@ def test_a_launcher_that_runs_no_model_keeps_its_childs_report(run, tmp_path):
 def test_rank_1_says_and_writes_nothing(run):
     found = run(EVALUATE, RANK="1", WORLD_SIZE="2", **FP16, **FILE)
     assert (found.code, found.stdout, found.stderr, found.report) == (0, "", [], None)
+
+
+def test_two_processes_that_write_one_file_leave_one_whole_report(tmp_path):
+    """Each writes hundreds of times; a reader meets a whole report at all times."""
+    path = tmp_path / "run.json"
+    writer = (
+        "import sys\n"
+        "from autoamp import report\n"
+        "for number in range(300):\n"
+        "    report.write(sys.argv[1], {'schema': 1, 'autoamp': sys.argv[2] * 50_000})\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", writer, str(path), letter]) for letter in "ab"
+    ]
+    seen = set()
+    while any(process.poll() is None for process in writers):
+        if path.exists():
+            seen.add(json.loads(path.read_text())["autoamp"])
+    assert [process.returncode for process in writers] == [0, 0]
+    assert seen | {json.loads(path.read_text())["autoamp"]} == {"a" * 50_000, "b" * 50_000}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+# --- runs that are killed, and files that are not ours -------------------------------------------
+
+
+def test_a_run_that_is_killed_leaves_its_report(run):
+    """As of some seconds before: no signal handler is there that the script, or a trainer, sees."""
+    script = TRAIN + (
+        "import json, os, signal, sys\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "while json.load(open('run.json'))['steps']['taken'] < 6:\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(2, 4)).mean().backward()\n"
+        "    optimizer.step()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    found = run(script, **{**FP16, "AUTO_MIXED_PRECISION": "torch"}, **FILE)
+    assert found.code == -signal.SIGTERM
+    content = found.report
+    assert content["finished"] is False
+    assert content["steps"]["taken"] >= 6
+    assert content["steps"]["skipped"] >= 1
+    assert content["audit"]["step"] == 4
+    assert found.left == ["run.json", "script.py"]
+    assert "killed or still runs" in "\n".join(reportcli.lines(content))
+
+
+def test_a_file_that_is_no_report_is_left_as_it_is(run, tmp_path):
+    (tmp_path / "run.json").write_text('{"weights": [1, 2]}')
+    found = run(EVALUATE, **FP16, **FILE)
+    assert (found.code, found.stdout) == (0, "")
+    assert found.stderr == [
+        "autoamp: off in this process: AUTO_MIXED_PRECISION_REPORT=run.json: run.json exists and "
+        "is no report, and is left as it is; name a file that can be written; the program "
+        "continues in float32"
+    ]
+    assert found.report == {"weights": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_ours"),
+    [
+        ("a.json", "", True),
+        ("a.json", '{\n "schema": 1,\n "autoamp": "0.1.0",', True),
+        ("a.json", '{"schema": 1}', False),
+        ("a.json", '[{"schema": 1, "autoamp": 2}]', False),
+        ("a.html", f"<!DOCTYPE html><html><head>{report.PAGE_MARK}", True),
+        ("a.html", "<!DOCTYPE html><html><head><title>My page of autoamp</title>", False),
+        ("a.html", "\0\1\2", False),
+    ],
+)
+def test_only_reports_are_overwritten(tmp_path, name, text, is_ours):
+    path = tmp_path / name
+    path.write_text(text)
+    assert (report.stranger(path) == "") is is_ours
+    assert report.stranger(tmp_path / "none.json") == ""
+
+
+def test_a_file_that_came_meanwhile_is_left_as_it_is(mixed, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    mixed("torch", REPORT=str(path))
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    path.write_text("mine")
+    capsys.readouterr()
+    autoamp.disable()
+    assert path.read_text() == "mine"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {path} exists and is no report, and is left "
+        "as it is"
+    )
 
 
 # --- in this process -----------------------------------------------------------------------------

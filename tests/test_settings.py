@@ -70,6 +70,7 @@ def test_without_policy_the_switch_is_who_asked(empty):
         ("LOSS_SCALE", "1e4", "loss_scale", 10000.0),
         *[("LOG", level, "log", level) for level in ("quiet", "notice", "info", "debug")],
         ("REPORT", "runs/a b.json", "report", "runs/a b.json"),
+        ("TENSORBOARD", "runs/tb", "tensorboard", "runs/tb"),
         *[("STRICT", text, "strict", True) for text in ("1", "true", "On", "YES")],
         *[("STRICT", text, "strict", False) for text in ("0", "False", "off", "no")],
         ("ONLY", "train*.py", "only", ("train*.py",)),
@@ -130,8 +131,8 @@ def test_a_loss_scale_that_float32_cannot_hold_or_invert_is_refused(text):
 
 
 KNOWN = (
-    "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, STRICT, ONLY, LOWER_ADD, LOWER_REMOVE, "
-    "FLOAT32_ADD, FLOAT32_REMOVE, WIDEST_ADD, WIDEST_REMOVE."
+    "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, TENSORBOARD, STRICT, ONLY, LOWER_ADD, "
+    "LOWER_REMOVE, FLOAT32_ADD, FLOAT32_REMOVE, WIDEST_ADD, WIDEST_REMOVE."
 )
 
 

@@ -406,13 +406,16 @@ def test_info_logs_each_skipped_step(mixed: Mixed, capfd: pytest.CaptureFixture[
     session = mixed(LOG="info")
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for scale in (1e30, 1024.0):
+    for scale in (2.0**100, 1024.0):
         session.loss_scale.load({"scale": scale})
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
     lines = capfd.readouterr().err.splitlines()
-    assert lines[1:] == ["autoamp: step skipped, its gradients are not finite"]
+    assert lines[1:] == [
+        "autoamp: step 1: skipped, its gradients are not finite; "
+        "loss scale 1.2676506e+30 -> 6.338253001e+29"
+    ]
 
 
 # --- no more synchronisation than GradScaler ------------------------------------------------------
