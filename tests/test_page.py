@@ -17,7 +17,7 @@ import torch
 from conftest import PREFIX
 
 import autoamp
-from autoamp import report
+from autoamp import merging, report
 from autoamp.__main__ import main
 from autoamp.reporting import page
 from autoamp.reporting.curves import KEPT, thinned, thinned_steps
@@ -198,6 +198,20 @@ def test_a_bfloat16_run_and_one_that_was_off_have_pages_too(made: SimpleNamespac
     assert "AUTO_MIXED_PRECISION: unknown policy 'x'." in said
     aside = {**content, "regions": 0, "devices": {"cpu": {"dtype": "off", "why": "no arithmetic"}}}
     assert page.headline(aside) == {"state": "aside", "text": "cpu: no arithmetic"}
+
+
+def test_figures_of_ranks_are_a_table(made: SimpleNamespace) -> None:
+    parts = {
+        rank: {**made.content, "job": [3], "host": f"node{rank}", "regions": 10 + rank}
+        for rank in (0, 2)
+    }
+    content = merging.merged(parts)
+    jsonschema.validate(content, json.loads(SCHEMA.read_text()))
+    said = words(page.html(content))
+    assert "2 of 3 have told" in said
+    steps = made.content["steps"]
+    assert f"2 node2 12 {steps['taken']} {steps['skipped']}" in said
+    assert "have told" not in words(page.html(made.content))
 
 
 def test_what_is_worth_a_look_is_said_first(made: SimpleNamespace) -> None:
