@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import fixups, opnames
-from .categories import AS_GIVEN, LOWER, WIDEST, overload, torchs_lists
+from .categories import AS_GIVEN, FLOAT32, LOWER, WIDEST, overload, torchs_lists
 from .errors import PolicyError
 from .kernels import Condition, Kernel, Operands, is_parameter
 from .policy import OpRule, Policy
@@ -51,9 +51,9 @@ def rows(policy: Policy, device_type: str, dtype: str) -> list[Row]:
     """Every overload that torch or the policy has in a list, for regions in `dtype` on a device."""
     torchs = torchs_lists(device_type)
     word = policy.base[dtype]
-    lists: Mapping[str, str] = {}
-    if word != "none":
-        lists = torchs_lists("cuda") if word == "cuda" else torchs
+    lists = torchs if word == "device" else _inner(torchs, word)
+    if word == "cuda":
+        lists = {**lists, **torchs_lists("cuda")}
     listed_by = f"torch's list for {'cuda' if word == 'cuda' else device_type}"
     rules = _rules_by_family(policy)
     names = {name for name in (*lists, *torchs) if _exists(name)}
@@ -65,6 +65,17 @@ def rows(policy: Policy, device_type: str, dtype: str) -> list[Row]:
         _row(policy, name, lists, listed_by, torchs, rules, broken) for name in names | set(broken)
     ]
     return sorted(found, key=lambda row: row.op)
+
+
+def _inner(torchs: Mapping[str, str], base: str) -> dict[str, str]:
+    """The lists for ops that nobody names, which torch makes of several others in one go.
+
+    They compute in one dtype: were they given their operands as they are, their parts would meet
+    autocast in the middle, and take float32 biases for half ones. As torch has it, or, with a
+    policy that starts with no lists, in float32.
+    """
+    own = {name: listed for name, listed in torchs.items() if name.startswith("_")}
+    return own if base == "cuda" else dict.fromkeys(own, FLOAT32)
 
 
 def kernels(

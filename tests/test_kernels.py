@@ -295,3 +295,21 @@ def test_a_checkpoint_runs_its_forward_again_as_it_ran_before(
     assert out.dtype is BF16
     out.float().square().sum().backward()
     assert seen == [FP32, FP32] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["default", "safe", "torch", "fast", "tensorflow", "mxnet"])
+def test_what_torch_computes_in_one_go_is_in_one_dtype(mixed: Any, policy: str, dtype: str) -> None:
+    """The fast path of `nn.TransformerEncoderLayer`, where float32 biases were read as half."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(4, 8, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.in_proj_bias.normal_()  # torch starts with zeros
+        expected = model(x, mask=mask, is_causal=True)
+        mixed(policy, dtype)
+        for _ in range(3):  # the first one is looked at
+            found = model(x, mask=mask, is_causal=True)
+            torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
