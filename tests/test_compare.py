@@ -19,7 +19,7 @@ from conftest import NOT_INHERITED
 
 import autoamp
 from autoamp.doctor import shim_directory
-from autoamp.reporting import agreement, compare, page
+from autoamp.reporting import compare, page, verdict
 from autoamp.reporting.playing import Run
 from autoamp.reporting.scalars import Scalars, event_files, events, is_no_curve, pairs
 
@@ -281,11 +281,11 @@ def test_noise_is_no_disagreement_and_a_drift_is() -> None:
     for seed in range(20):
         full = curve(200, 0.05, seed)
         other = curve(200, 0.05, seed + 1000)
-        found = agreement.compare("loss", [full], [other])
+        found = verdict.compare("loss", [full], [other])
         assert found is not None
         assert found.agrees, (seed, found)
         drifting = [[k, v + max(0, k - 100) * 0.004] for k, v in other]
-        found = agreement.compare("loss", [full], [drifting])
+        found = verdict.compare("loss", [full], [drifting])
         assert found is not None
         assert not found.agrees
         assert found.parted is not None
@@ -305,15 +305,15 @@ def test_noise_is_no_disagreement_and_a_drift_is() -> None:
 )
 def test_the_rule_on_curves_without_noise(mixed: list[float], agrees: bool, parted: Any) -> None:
     full = [[k, v] for k, v in enumerate([4.0, 3.0, 2.0, 1.0], 1)]
-    found = agreement.compare("loss", [full], [[[k, v] for k, v in enumerate(mixed, 1)]])
+    found = verdict.compare("loss", [full], [[[k, v] for k, v in enumerate(mixed, 1)]])
     assert found is not None
     assert (found.agrees, found.parted) == (agrees, parted)
 
 
 def test_only_steps_that_both_have_are_compared() -> None:
     full = [[k, 1.0] for k in range(10)]
-    assert agreement.compare("loss", [full], [[[k + 0.5, 9.0] for k in range(10)]]) is None
-    found = agreement.compare("loss", [full], [[[k, 1.0] for k in (3, 5)] + [[99, 7.0]]])
+    assert verdict.compare("loss", [full], [[[k + 0.5, 9.0] for k in range(10)]]) is None
+    found = verdict.compare("loss", [full], [[[k, 1.0] for k in (3, 5)] + [[99, 7.0]]])
     assert found is not None
     assert found.agrees
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from . import agreement
+from . import verdict
 from .curves import thinned
 from .playing import Run
 
@@ -28,7 +28,7 @@ def told(runs: Sequence[Run], variants: Sequence[str], command: str, asked: int)
         "was_interrupted": any(run.was_interrupted for run in runs),
         "variants": rows,
         "verdicts": [_verdict(row, rows[0]) for row in rows[1:]],
-        "rule": agreement.RULE,
+        "rule": verdict.RULE,
         "notes": list(_notes(runs, rows)),
     }
 
@@ -82,10 +82,10 @@ def _curves(runs: Sequence[Run]) -> dict[str, list[list[list[float]]]]:
 def _agreements(full: Mapping[str, Any], mixed: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     shared = {name: curves for name, curves in full.items() if name in mixed}
-    losses = agreement.judged(shared)
+    losses = verdict.judged(shared)
     for name, curves in shared.items():
         count = min(len(curves), len(mixed[name]))
-        answer = agreement.compare(name, curves[:count], mixed[name][:count])
+        answer = verdict.compare(name, curves[:count], mixed[name][:count])
         if answer is not None:
             found.append(
                 {
