@@ -187,8 +187,8 @@ def lines(content: Mapping[str, Any], size: Any) -> list[str]:
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     said = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
     said = [line.rstrip() for line in said]
-    for verdict in content["verdicts"]:
-        said += ["", f"{verdict['word'].upper()}  {verdict['text']}"]
+    for answer in content["verdicts"]:
+        said += ["", f"{answer['word'].upper()}  {answer['text']}"]
     said += [f"({content['rule']})"]
     for row in content["variants"]:
         if row["error"]:
