@@ -98,6 +98,18 @@ def children(module: Module) -> Iterator[tuple[str, Module]]:
             yield name, child
 
 
+def all_below(module: Module) -> list[Module]:
+    """A module and what is below it; `Module.modules` may be another thing in a script's class."""
+    found = {id(module): module}
+    stack = [module]
+    while stack:
+        for _, child in children(stack.pop()):
+            if id(child) not in found:
+                found[id(child)] = child
+                stack.append(child)
+    return list(found.values())
+
+
 Named = dict[int, tuple[Module, set[str]]]
 """By a module's id: the module, and every name that it has."""
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import distributed as data_parallel
 
+from .naming import all_below
+
 _distributed: Any = torch.distributed
 _is_up = getattr(_distributed, "is_initialized", lambda: False)
 _Sink: Any = data_parallel._DDPSink._backward_cls
@@ -80,18 +82,23 @@ def _shards(reached: set[int]) -> list[torch.Tensor]:
 
 
 def has_own_precision(module: torch.nn.Module) -> bool:
-    """Whether parts of a model are sharded with a mixed precision of their own."""
-    return any(map(_own_dtype, module.modules()))
+    """Whether parts of a model are sharded with a mixed precision of their own.
 
-
-def _own_dtype(module: torch.nn.Module) -> Any:
+    Modules are told apart by identity: those of a script may hash and compare as they like.
+    """
     states = sys.modules.get("torch.distributed._composable_state")
-    reference = None if states is None else states._module_state_mapping.get(module)
-    policy = getattr(reference() if callable(reference) else reference, "_mp_policy", None)
-    older = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if older is not None and isinstance(module, older.FullyShardedDataParallel):
-        policy = module.mixed_precision
-    return getattr(policy, "param_dtype", None)
+    wrappers = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    policies: dict[int, Any] = {}
+    for part, found in states._module_state_mapping.items() if states is not None else ():
+        state = found() if callable(found) else found
+        policies[id(part)] = getattr(state, "_mp_policy", None)
+    for part in all_below(module):
+        policy = policies.get(id(part))
+        if wrappers is not None and isinstance(part, wrappers.FullyShardedDataParallel):
+            policy = part.mixed_precision
+        if getattr(policy, "param_dtype", None) is not None:
+            return True
+    return False
 
 
 def local_values(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

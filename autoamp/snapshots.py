@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .inspection import quietly
-from .naming import children
+from .naming import all_below
 
 Module = torch.nn.Module
 # Of torch 2.5 and later: before, a forward inside a checkpoint is made again with the notes of the
@@ -78,18 +78,6 @@ class Snapshot:
             frame, count = self.checkpoint
             del frame.weak_holders[count:]
             del frame.x_metadatas[count:]
-
-
-def all_below(module: Module) -> list[Module]:
-    """A module and what is below it; `Module.modules` may be another thing in a script's class."""
-    found = {id(module): module}
-    stack = [module]
-    while stack:
-        for _, child in children(stack.pop()):
-            if id(child) not in found:
-                found[id(child)] = child
-                stack.append(child)
-    return list(found.values())
 
 
 def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any]]:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from variables import NOT_INHERITED, PREFIX
 
 import autoamp
 from autoamp.doctor import shim_directory
 
-PREFIX = "AUTO_MIXED_PRECISION"
-NOT_INHERITED = ("PYTHON", "RANK", "LOCAL_RANK", "TORCH_", PREFIX)
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NOT_INHERITED
+from variables import NOT_INHERITED
 
 import autoamp
 from autoamp.doctor import shim_directory

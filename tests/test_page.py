@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from conftest import PREFIX
+from variables import PREFIX
 
 import autoamp
 from autoamp import merging, report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -388,3 +389,22 @@ def test_weights_edited_by_hand_after_a_backward_in_a_region_are_seen_there(
     Outer()(x4())
     assert seen == pytest.approx([seen[0], seen[0] / 2, seen[0] / 4], rel=1e-2)
     assert torch.is_autocast_cache_enabled()
+
+
+def test_models_that_hash_badly_run_where_sharding_is_loaded(mixed: Mixed) -> None:
+    """Whoever imports a trainer has it loaded. A region that fails leaves no nesting behind."""
+    import torch.distributed.fsdp
+
+    class Odd(nn.Linear):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("nobody may compare modules")
+
+    assert torch.distributed.fsdp.__name__ in sys.modules
+    session = mixed(dtype="bfloat16")
+    net = nn.ModuleList()
+    net._modules.update({"0": Odd(4, 4)})
+    result = net[0](x4())
+    assert torch.equal(result, result.bfloat16().float())
+    assert session.counts.regions == 1

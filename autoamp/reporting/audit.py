@@ -31,8 +31,7 @@ from ..inspection import (
     tensors_in,
     to_float32,
 )
-from ..naming import Named, collect_names
-from ..snapshots import all_below
+from ..naming import Named, all_below, collect_names
 
 if TYPE_CHECKING:
     from ..session import Session
