@@ -9,7 +9,7 @@ import torch
 
 from .errors import PatchError
 
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = (2, 11)
 
 PRIVATE = (
     "_C.DispatchKey",

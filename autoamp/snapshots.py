@@ -18,9 +18,7 @@ from .inspection import quietly
 from .naming import all_below
 
 Module = torch.nn.Module
-# Of torch 2.5 and later: before, a forward inside a checkpoint is made again with the notes of the
-# failed one, and torch says that the number of saved tensors differs.
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Watch:

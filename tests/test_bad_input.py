@@ -73,7 +73,7 @@ CASES = {  # the variables, and the middle of the line
     "yaml is missing": ({SWITCH: "1"}, "yaml is not installed (pip install pyyaml)"),
     "torch is too old": (
         {SWITCH: "1"},
-        "torch 2.1.0 is too old; install torch 2.4 or later, or unset AUTO_MIXED_PRECISION",
+        "torch 2.1.0 is too old; install torch 2.11 or later, or unset AUTO_MIXED_PRECISION",
     ),
 }
 STRICT_TOO = ("unknown key", "wrong dtype", "unknown variable", "wrapt is missing")

@@ -73,7 +73,7 @@ def test_the_metadata_says_what_is_needed_and_how_to_come_in(wheel):
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "MIT"
     needs = {need for need in metadata.get_all("Requires-Dist") if "extra" not in need}
-    assert needs == {"torch>=2.4", "wrapt!=2.2.0,>=1.14", "pyyaml>=5.4"}
+    assert needs == {"torch>=2.11", "wrapt!=2.2.0,>=1.14", "pyyaml>=5.4"}
     assert "[torch.backends]\nautoamp = autoamp.bootstrap:start_in_torch" in entry_points
     assert "[console_scripts]\nautoamp = autoamp.cli:main" in entry_points
 
