@@ -98,11 +98,15 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+_FULL_NAMES = tuple(f"{SWITCH}_{name}" for name in VARIABLES)
+
+
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The settings in `environ`; ``_POLICY`` outranks a policy that the switch names.
 
     Raises:
-        SettingsError: a variable with our prefix is unknown, or its value cannot be understood.
+        SettingsError: a variable with our prefix, or nearly, is unknown, or its value cannot be
+            understood.
     """
     switch = environ.get(SWITCH, "").strip()
     values: dict[str, Any] = {}
@@ -110,6 +114,12 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         values["policy"] = switch
     for name in sorted(environ):
         if not name.startswith(SWITCH + "_"):
+            if (
+                name != SWITCH
+                and name.startswith("AUTO_M")
+                and (near := nearest(name, _FULL_NAMES, 0.85))
+            ):
+                raise SettingsError(f"{name}: unknown variable. Did you mean {near}?")
             continue
         suffix, text = name[len(SWITCH) + 1 :], environ[name].strip()
         if suffix not in VARIABLES:

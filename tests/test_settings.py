@@ -189,3 +189,21 @@ def test_settings_cannot_be_changed():
 )
 def test_only_goes_by_the_file_name_and_the_last_match_wins(globs, script, excluded):
     assert is_excluded(read({f"{SWITCH}_ONLY": globs}).only, script) is excluded
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("AUTO_MIXED_PRECISON_LOG", "AUTO_MIXED_PRECISION_LOG"),
+        ("AUTO_MIXED_PRECISIONREPORT", "AUTO_MIXED_PRECISION_REPORT"),
+        ("AUTO_MIX_PRECISION_DTYPE", "AUTO_MIXED_PRECISION_DTYPE"),
+    ],
+)
+def test_a_typo_before_the_last_word_is_named_too(wrong: str, right: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{wrong}: unknown variable. Did you mean {right}\\?"):
+        read({"AUTO_MIXED_PRECISION": "1", wrong: "1"})
+
+
+@pytest.mark.parametrize("name", ["AUTO_MIXED_PRECISION", "AUTO_MERGE", "TF_AUTO_MIXED_PRECISION"])
+def test_variables_of_others_are_nobodys_typos(name: str) -> None:
+    assert read({"AUTO_MIXED_PRECISION": "1", name: "1"}) == read({"AUTO_MIXED_PRECISION": "1"})
