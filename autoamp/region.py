@@ -336,4 +336,4 @@ def _is_tracing() -> bool:
 
 def _is_exporting() -> bool:
     """What `torch.compiler.is_exporting` says, which Dynamo of torch 2.11 takes for always true."""
-    return getattr(torch.compiler, "_is_exporting_flag", False)  # since torch 2.7
+    return torch.compiler._is_exporting_flag

@@ -44,6 +44,7 @@ PRIVATE = (
     "_guards.TracingContext.get",
     "_ops.OpOverload",
     "_remove_batch_dim",
+    "compiler._is_exporting_flag",
     "ops.aten._to_copy.default",
     "utils._pytree.tree_map_only",
 )

@@ -81,7 +81,7 @@ def output() -> Iterator[Path]:
 def boxed(output: Path, tmp_path: Path):
     """`boxed(environment, *arguments, **variables)` runs Python on the read-only system."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "setpriv", "chroot"))):
-        pytest.skip("needs root, and unshare and setpriv of util-linux, to mount read-only")
+        pytest.skip("only root can mount read-only: run it as root, with util-linux installed")
     output.chmod(0o777)
 
     def run(environment: Environment, *arguments: str, **variables: str) -> SimpleNamespace:
@@ -99,7 +99,9 @@ def boxed(output: Path, tmp_path: Path):
             check=False,
         )
         if done.returncode == 77:
-            pytest.skip(f"this system lets nobody mount: {done.stderr}")
+            pytest.skip(
+                f"nobody may mount here ({done.stderr.strip()}): a container needs SYS_ADMIN for it"
+            )
         (tmp_path / "root").rmdir()
         return SimpleNamespace(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
