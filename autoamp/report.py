@@ -304,11 +304,14 @@ def _page_beside(data: str, path: str) -> str:
 
 def _make_page(data: str, page: str) -> str:
     """Have a process of its own make the page; what is wrong, empty if nothing is."""
-    command = "from autoamp.cli import main; raise SystemExit(main())"
+    # Ours comes last on the path, in front of nothing; the script's directory does not come at all.
+    command = (
+        f"import sys; sys.path[:] = [*filter(None, sys.path), {str(Path(__file__).parents[1])!r}]; "
+        "from autoamp.cli import main; raise SystemExit(main())"
+    )
     try:
         child = subprocess.run(  # noqa: S603 - this very Python, and code of ours
             [sys.executable, "-c", command, "report", data, "--html", page],
-            cwd=Path(__file__).parents[1],
             env={**os.environ, "AUTO_MIXED_PRECISION": "0"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
