@@ -28,6 +28,7 @@ from . import (
 )
 from .compat import standins
 from .errors import AutoampError
+from .fusing import Fusing
 from .kernels import Kernels, Local
 from .patches import patches_for
 from .patching import Ledger
@@ -37,6 +38,7 @@ from .reporting.watching import Watch
 from .scaling import LossScale
 from .session import Session
 from .speech import Speech
+from .weights import WeightCasts
 
 _session: Session | None = None
 _fork_hook_is_set = False
@@ -96,6 +98,7 @@ def _policy(asked: settings.Settings, reference: str | None) -> Policy:
 def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
     plan.check(policy)
     local = Local()
+    weights = WeightCasts(local, policy.performance.weight_cache == "on")
     opened = Session(
         asked,
         policy,
@@ -103,8 +106,10 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         Speech(asked.log),
         LossScale(policy.loss_scale),
         Ledger(),
-        Kernels(local),
+        Kernels(local, weights),
         local,
+        weights,
+        Fusing(policy.performance.optimizer),
     )
     opened.spoilt = overflow.Spoilt()
     opened.live = Live(opened, asked.tensorboard)
@@ -151,6 +156,9 @@ def _close(closing: Session) -> None:
     for optimizer in stepping.hooked_classes():  # classes that torch has wrapped meanwhile
         closing.ledger.put_back(optimizer, "step", stepping.ungated(vars(optimizer)["step"]))
     closing.kernels.remove()
+    closing.fusing.end()
+    while closing.undo:
+        closing.undo.pop()()
     closing.speech.close()
 
 

@@ -252,7 +252,7 @@ def _autocast_off(session: Session) -> Iterator[None]:
     local = session.local
     enabled = [name for name in half_devices(session) if torch.is_autocast_enabled(name)]
     if local.region is not None and not _is_foreign():
-        torch.clear_autocast_cache()
+        local.forget_casts()
         # An island in another precision has it switched off, and would switch it on behind it.
         if torch.is_autocast_cache_enabled() or local.precision not in ("", "lower"):
             torch.set_autocast_cache_enabled(False)

@@ -20,6 +20,7 @@ def state_dict(original: Callable[..., Any], session: Session) -> Callable[..., 
 
     def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = original(self)
+        session.fusing.plain_state(self, state)
         if session.active and (session.scales or session.loss_scale.was_loaded):
             state[STATE_KEY] = session.loss_scale.state()
             _prepare_distributed_checkpoints(session)

@@ -2,8 +2,7 @@
 
 Torch keeps its casts of weights until the outermost context ends, and does not look whether the
 weights are still the same. A training loop in a module is seen to by its backward and step; here is
-the rest: weights change where gradients are switched off, or in functions of torch that assign
-``.data``. What a script assigns to ``.data`` itself is seen by nobody: docs/limits.md.
+the rest: weights change where gradients are switched off, or through ``.data``.
 """
 
 from __future__ import annotations
@@ -46,32 +45,68 @@ def block_left(original: Callable[..., Any], session: Session) -> Callable[..., 
 
 def edit(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A function that assigns new values to weights, and refuses those that a cast refers to."""
-    local = session.local
+    local, weights = session.local, session.weights
 
     def assign(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and local.region is not None:
-            torch.clear_autocast_cache()
+        if not is_compiling():
+            if local.region is not None:
+                local.forget_casts()
+            weights.forget_all()  # what is swapped must not be referred to
         return original(*args, **kwargs)
 
     return assign
 
 
+def data(original: Any, session: Session) -> property:
+    """`Tensor.data`: what is done to such a tensor, the version of the weight does not tell."""
+    local, weights = session.local, session.weights
+
+    def get(tensor: Any) -> Any:
+        note(tensor)
+        return original.__get__(tensor)
+
+    def set(tensor: Any, value: Any) -> None:  # noqa: A001 - what it is
+        note(tensor)
+        original.__set__(tensor, value)
+
+    def note(tensor: Any) -> None:
+        weights.forget(tensor)
+        if local.region is not None and type(tensor) is torch.nn.Parameter:
+            _keep_no_casts(local)
+
+    return property(get, set, doc=original.__doc__)
+
+
 def _follow_grad_mode(local: Local) -> None:
     """Keep casts while gradients are recorded: with them off, weights may change at any moment.
 
-    It is in the words that a backward uses (`Local.uncached`), so that islands and the end of the
-    region do the right thing. A region that opened with gradients off keeps casts until the script
-    switches them for the first time.
+    A region that opened with gradients off keeps casts until the script switches them for the first
+    time.
     """
-    if local.precision not in FULL and not torch.is_autocast_enabled(local.region):
-        return  # in front of a dispatch mode, where torch may hold the lock of its cast cache
-    if _compile_context() is not None:
-        return  # Dynamo, which wants to find the state that it began with
-    torch.clear_autocast_cache()
     if not torch.is_grad_enabled():
+        _keep_no_casts(local)
+    elif _may_forget(local):
+        local.forget_casts()
+        if local.paused is not None:
+            torch.set_autocast_cache_enabled(local.paused)
+            local.uncached, local.paused = False, None
+
+
+def _keep_no_casts(local: Local) -> None:
+    """Make none that stay from here on, and forget those that there are.
+
+    It is in the words that a backward uses (`Local.uncached`), so that islands and the end of the
+    region do the right thing.
+    """
+    if _may_forget(local):
+        local.forget_casts()
         if not local.uncached:
             local.uncached, local.paused = True, torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
-    elif local.paused is not None:
-        torch.set_autocast_cache_enabled(local.paused)
-        local.uncached, local.paused = False, None
+
+
+def _may_forget(local: Local) -> bool:
+    """Not in front of a dispatch mode, where torch may hold the lock of its cast cache, and not
+    under Dynamo, which wants to find the state that it began with."""
+    is_in_front = local.precision not in FULL and not torch.is_autocast_enabled(local.region)
+    return not is_in_front and _compile_context() is None

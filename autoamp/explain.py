@@ -82,7 +82,7 @@ _SHOWN = (
     "loss_scale",
     "fallback",
     "distributed",
-    "not_yet",
+    "performance",
 )
 
 
@@ -185,8 +185,7 @@ def _header(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield "loss scale", [_loss_scale(found)]
     yield "fallback", [", ".join(f"{k} {v}".lower() for k, v in found["fallback"].items())]
     yield "gradients", [f"between processes: {found['distributed']['gradients']}"]
-    later = [(f"{x['what']}: {x['value']}", place(x["origin"])) for x in found["not_yet"]]
-    yield "not yet", [f"{what} ({where})" for what, where in later]
+    yield "performance", [", ".join(f"{k} {v}" for k, v in found["performance"].items())]
 
 
 def _about_ops(found: Mapping[str, Any]) -> Iterator[str]:

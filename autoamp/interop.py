@@ -35,6 +35,7 @@ def array(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """
 
     def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        session.weights.forget(self)
         if self.dtype in HALF and (_may_be_ours(session) or _has_no_array(self.dtype, session)):
             return original(self.float(), *args, **kwargs)
         return original(self, *args, **kwargs)
@@ -96,6 +97,7 @@ def dlpack(original: Callable[..., Any], session: Session) -> Callable[..., Any]
     """`Tensor.__dlpack__` and ``to_dlpack``."""
 
     def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        session.weights.forget(tensor)
         if tensor.dtype in HALF and _may_be_ours(session):
             return original(tensor.float(), *args, **kwargs)
         return original(tensor, *args, **kwargs)

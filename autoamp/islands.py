@@ -106,7 +106,7 @@ class Islands:
             torch.set_autocast_enabled(device_type, was_enabled)
             detours.pop()
             if region is None:
-                torch.clear_autocast_cache()
+                local.forget_casts()
 
     def _call_helped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fallback.helped(self._call_known, args, kwargs)

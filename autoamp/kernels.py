@@ -12,12 +12,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .categories import AS_GIVEN, FLOAT32, LOWER, REFUSED, WIDEST, autocast_key, overload
+
+if TYPE_CHECKING:
+    from .weights import WeightCasts
 
 Operands = Callable[[torch.Tensor], bool]
 """Whether a tensor among the operands of a call is one that a rule speaks of."""
@@ -40,6 +43,15 @@ class Local(threading.local):
     failures: int = 0
     counts: bool = False
     """Whether it matters if modules exchange something with other ranks."""
+
+    def __init__(self) -> None:
+        self.casts: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """What our kernels keep for the region (`weights`)."""
+
+    def forget_casts(self) -> None:
+        """Weights have changed, or the region ends: torch's casts and ours are not to be used."""
+        torch.clear_autocast_cache()
+        self.casts.clear()
 
 
 OWN = "own"
@@ -108,9 +120,12 @@ class Kernel:
 class Kernels:
     """The kernels in force; `remove` leaves the dispatcher as it was."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: Local, weights: WeightCasts) -> None:
         self.registered: list[Kernel] = []
+        self.families: set[tuple[str, str]] = set()
+        """(op without its overload, device) of those; not of forms with ``out=``."""
         self._local = local
+        self._weights = weights
         self._libraries: list[Any] = []
         self._cache_tag: str | None = None
         self._jit_autocast: bool | None = None
@@ -127,11 +142,14 @@ class Kernels:
             for kernel in kernels:
                 library.impl(
                     kernel.op,
-                    implementation(kernel, self._local),
+                    implementation(kernel, self._local, self._weights),
                     autocast_key(kernel.device),
                     with_keyset=True,
                 )
                 self.registered.append(kernel)
+                family, _, form = kernel.op.partition(".")
+                if form != "out":
+                    self.families.add((family, kernel.device))
         self._tag_compiled_code()
         if self._jit_autocast is None and any(kernel.torchs for kernel in kernels):
             # TorchScript casts by a list of its own before an op is called. Without that pass it
@@ -143,6 +161,7 @@ class Kernels:
         while self._libraries:
             self._libraries.pop()._destroy()
         self.registered.clear()
+        self.families.clear()
         if self._cache_tag is not None:
             torch.compiler.config.cache_key_tag = self._cache_tag
             self._cache_tag = None
@@ -164,7 +183,9 @@ class Kernels:
             config.cache_key_tag = f"{self._cache_tag}autoamp-{digest}"
 
 
-def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
+def implementation(
+    kernel: Kernel, local: Local, weights: WeightCasts | None = None
+) -> Callable[..., Any]:
     """The function behind a kernel: ``f(keyset, *args, **kwargs)``.
 
     What it does is worked out at its first call: of hundreds of kernels few are ever called.
@@ -174,7 +195,7 @@ def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal torchs, ours
         if torchs is None or ours is None:
-            torchs, ours = _call(kernel, kernel.torchs, is_torchs=True), _ours(kernel)
+            torchs, ours = _call(kernel, kernel.torchs, is_torchs=True), _ours(kernel, weights)
         if local.region is None and not is_in_traced_region() and _current_graph_task_id() == -1:
             return torchs(keyset, args, kwargs)
         # In a backward autocast is on only where a checkpoint runs a region's forward again.
@@ -183,12 +204,14 @@ def implementation(kernel: Kernel, local: Local) -> Callable[..., Any]:
     return run
 
 
-def _ours(kernel: Kernel) -> Call:
-    ours = _call(kernel, kernel.category)
+def _ours(kernel: Kernel, weights: WeightCasts | None) -> Call:
+    ours = _call(kernel, kernel.category, weights)
     if kernel.only_with is not None or kernel.never_with is not None:
         ours = _by_operands(kernel, ours, _call(kernel, FLOAT32))
     if kernel.conditions:
-        choices = [(c.values, _call(kernel, c.category)) for c in reversed(kernel.conditions)]
+        choices = [
+            (c.values, _call(kernel, c.category, weights)) for c in reversed(kernel.conditions)
+        ]
         ours = _by_values(choices, ours)
     return ours if kernel.adjust is None else _adjusted(kernel, ours)
 
@@ -197,7 +220,9 @@ Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A call of an op: (keyset, args, kwargs)."""
 
 
-def _call(kernel: Kernel, category: str, is_torchs: bool = False) -> Call:
+def _call(
+    kernel: Kernel, category: str, weights: WeightCasts | None = None, is_torchs: bool = False
+) -> Call:
     """How the op is called in one list."""
     op, key = overload(kernel.op), getattr(torch._C.DispatchKey, autocast_key(kernel.device))
     if category == AS_GIVEN:
@@ -221,7 +246,7 @@ def _call(kernel: Kernel, category: str, is_torchs: bool = False) -> Call:
         invoke = _in_place(op, kernel.device)
     else:
         to_float32 = kernel.float32_results and category == LOWER and not is_torchs
-        invoke = _plain(op, kernel.device, to_float32)
+        invoke = _plain(op, kernel.device, to_float32, weights if category == LOWER else None)
     excluded = torch._C.DispatchKeySet(key)
     guard = torch._C._ExcludeDispatchKeyGuard
 
@@ -302,7 +327,7 @@ INPUT_ONLY = frozenset(("batch_norm", "instance_norm"))
 """Ops that keep their other operands: updates of copied running statistics would be lost."""
 
 
-def _plain(op: Any, device: str, to_float32: bool) -> Invoke:
+def _plain(op: Any, device: str, to_float32: bool, weights: WeightCasts | None) -> Invoke:
     input_only = op._schema.name.removeprefix("aten::") in INPUT_ONLY
 
     def invoke(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -310,8 +335,8 @@ def _plain(op: Any, device: str, to_float32: bool) -> Invoke:
             result = op(_cast(args[0], dtype, device), *args[1:], **kwargs)
         else:
             result = op(
-                *[_cast(value, dtype, device) for value in args],
-                **{name: _cast(value, dtype, device) for name, value in kwargs.items()},
+                *[_cast(value, dtype, device, weights) for value in args],
+                **{name: _cast(value, dtype, device, weights) for name, value in kwargs.items()},
             )
         return _cast(result, torch.float32, device) if to_float32 else result
 
@@ -359,14 +384,15 @@ def _is_castable(tensor: torch.Tensor, device: str) -> bool:
     return tensor.dtype in CASTABLE and tensor.device.type == device
 
 
-def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+def _cast(value: Any, dtype: torch.dtype, device: str, weights: WeightCasts | None = None) -> Any:
     """A tensor, or those in a list, in `dtype` where autocast would cast it: double is left."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not _is_castable(value, device):
             return value
-        return value.to(dtype)
+        kept = weights.of(value, dtype) if weights is not None else None
+        return value.to(dtype) if kept is None else kept
     if isinstance(value, (list, tuple)):
-        return [_cast(item, dtype, device) for item in value]
+        return [_cast(item, dtype, device, weights) for item in value]
     return value
 
 

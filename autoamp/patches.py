@@ -47,6 +47,16 @@ def repairs(policy: Policy) -> bool:
     return policy.fallback.on_error == "float32"
 
 
+def follows_edits(policy: Policy) -> bool:
+    """Whether what is done to weights behind the back of torch.amp is noticed."""
+    return repairs(policy) or policy.performance.weight_cache == "on"
+
+
+def saves(policy: Policy) -> bool:
+    """Whether the state of an optimizer is not what is to be saved."""
+    return policy.scales or policy.performance.optimizer != "keep"
+
+
 def fixes(policy: Policy) -> bool:
     """Whether ops that half precision breaks are put right."""
     return policy.fixups == "on"
@@ -185,11 +195,16 @@ PATCHES = (
     Patch(
         "torch:Tensor.numpy",
         interop.array,
-        "half tensors that autoamp made become float32 arrays",
-        when=repairs,
+        "half tensors that autoamp made become float32 arrays; edits of weights are seen",
+        when=follows_edits,
     ),
     *(
-        Patch(target, interop.dlpack, "inside a region half tensors leave as float32", when=repairs)
+        Patch(
+            target,
+            interop.dlpack,
+            "inside a region half tensors leave as float32; edits of weights are seen",
+            when=follows_edits,
+        )
         for target in (
             "torch:Tensor.__dlpack__",
             "torch:to_dlpack",
@@ -239,14 +254,20 @@ PATCHES = (
         Patch(
             target,
             edits.edit,
-            "weights that it assigns inside a region are seen by the next op",
-            when=repairs,
+            "weights that it assigns are seen by the next op",
+            when=follows_edits,
         )
         for target in (
             "torch.nn.utils:vector_to_parameters",
             "torch.nn.utils.convert_parameters:vector_to_parameters",
             "torch.utils:swap_tensors",
         )
+    ),
+    Patch(
+        "torch:Tensor.data",
+        edits.data,
+        "what is written to weights that way is seen by the next op",
+        when=follows_edits,
     ),
     Patch(
         "torch:Tensor.retain_grad",
@@ -263,7 +284,7 @@ PATCHES = (
         "torch.optim:Optimizer.state_dict",
         checkpoints.state_dict,
         "the loss scale is saved with the optimizer, under the key 'autoamp'",
-        when=scales,
+        when=saves,
     ),
     Patch(
         "torch.optim:Optimizer.load_state_dict",

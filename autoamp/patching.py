@@ -26,12 +26,12 @@ class Patch:
     """One torch name that is replaced.
 
     `target` is ``module:attribute.path``; `factory` takes (original, session) and returns a plain
-    function; `when` is asked once whether the policy needs it; `optional` names may be absent in
-    some versions of torch.
+    function, or a property; `when` is asked once whether the policy needs it; `optional` names may
+    be absent in some versions of torch.
     """
 
     target: str
-    factory: Callable[[Any, Any], Callable[..., Any]]
+    factory: Callable[[Any, Any], Any]
     why: str
     when: Callable[[Policy], bool] = lambda policy: True
     optional: bool = False
@@ -98,12 +98,10 @@ class Ledger:
                 "use a torch version that autoamp supports, or report this."
             ) from None
         original = getattr(original, "__func__", original)
-        self.replace(
-            owner,
-            name,
-            named_like(patch.factory(original, session), original, owner, name),
-            patch.target,
-        )
+        replacement = patch.factory(original, session)
+        if not isinstance(replacement, property):
+            named_like(replacement, original, owner, name)
+        self.replace(owner, name, replacement, patch.target)
         return "applied"
 
     def replace(self, owner: Any, name: str, replacement: Any, target: str = "") -> None:

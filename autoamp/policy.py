@@ -17,6 +17,12 @@ ON_ERROR = ("float32", "raise")
 ON_OVERFLOW = ("float32", "keep")
 MODES = ("dynamic", "static", "off")
 GRADIENTS = ("keep", "half")
+MEMORY_FORMATS = ("keep", "channels_last", "auto")
+OPTIMIZERS = ("keep", "fused", "auto")
+FLOAT32_MATMULS = ("keep", "tf32")
+CUDNN_BENCHMARKS = ("keep", "on")
+WEIGHT_CACHES = ("on", "off")
+STAND_DOWNS = ("auto", "off")
 BASES = ("device", "cuda", "none")
 """Whose op lists a policy starts from: torch's for the device, torch's for CUDA, or nobody's."""
 LISTS = ("lower", "float32", "widest")
@@ -62,6 +68,24 @@ class FallbackRule:
     on_overflow: str = "keep"
     inspect: bool = False
     patience: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PerformanceRule:
+    """What is done for speed besides lower precision.
+
+    `memory_format` of convolutions in a region; `optimizer`: whether those of torch take their
+    fused form where the script asks for none; `float32_matmul` of what stays float32 on CUDA;
+    `cudnn_benchmark`; `weight_cache`: whether casts of weights are kept until those change;
+    `stand_down`: whether models that gain nothing stay float32.
+    """
+
+    memory_format: str = "keep"
+    optimizer: str = "keep"
+    float32_matmul: str = "keep"
+    cudnn_benchmark: str = "keep"
+    weight_cache: str = "off"
+    stand_down: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +165,7 @@ class Policy:
     fallback: FallbackRule = FallbackRule()
     gradients: str = "keep"
     """The dtype in which processes exchange gradients: their own, or the lower precision."""
-    not_yet: tuple[str, ...] = ()
-    """Sentences: what the policy asks for that this version does not do."""
+    performance: PerformanceRule = PerformanceRule()
 
     @property
     def scales(self) -> bool:

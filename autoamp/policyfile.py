@@ -18,7 +18,7 @@ from . import opnames, oprules
 from .errors import PolicyError, SettingsError
 from .policy import LISTS, ModuleRule, OpRule, ParameterRule, Policy
 from .reading import Said, read
-from .sections import LATER, POLICY
+from .sections import POLICY
 from .settings import SWITCH, Settings
 from .spelling import hint, one_line
 from .yamlnodes import WHOLE, Piece, compose
@@ -57,8 +57,7 @@ def load(reference: str, origin: str = SWITCH) -> Policy:
             if name in sections:
                 policy = replace(policy, **build(sections[name], policy))
     _check_bounds(list(files.values()), policy)
-    not_yet = _not_yet(list(files.values()))
-    return replace(policy, name=reference, source=str(path), not_yet=not_yet)
+    return replace(policy, name=reference, source=str(path))
 
 
 def with_overrides(policy: Policy, settings: Settings) -> Policy:
@@ -225,6 +224,10 @@ def _distributed(said: Said, policy: Policy) -> Mapping[str, Any]:
     return _plain(said)
 
 
+def _performance(said: Said, policy: Policy) -> Mapping[str, Any]:
+    return {"performance": replace(policy.performance, **_plain(said))}
+
+
 _BUILD: Mapping[str, Callable[[Said, Policy], Mapping[str, Any]]] = {
     "devices": _devices,
     "ops": _ops,
@@ -235,6 +238,7 @@ _BUILD: Mapping[str, Callable[[Said, Policy], Mapping[str, Any]]] = {
     "loss_scale": _loss_scale,
     "fallback": _fallback,
     "distributed": _distributed,
+    "performance": _performance,
 }
 """By section of a file, what it changes in a policy."""
 
@@ -248,19 +252,3 @@ def _check_bounds(files: Sequence[Sections], policy: Policy) -> None:
             f"{at}: loss_scale.init is {rule.init:g}, outside min {rule.min:g} "
             f"to max {rule.max:g}; change init, min or max."
         )
-
-
-def _not_yet(files: Sequence[Sections]) -> tuple[str, ...]:
-    """A sentence for each last word of a section of `sections.LATER` that asks for something."""
-    sentences: dict[str, str] = {}
-    for sections in files:
-        for section, keys in LATER.items():
-            said = sections[section].value if section in sections else {}
-            for key, value in said.items():
-                what = f"{section}.{key}"
-                sentences.pop(what, None)
-                if str(value.value) != keys[key][0]:
-                    sentences[what] = (
-                        f"{value.at}: {what}: {value.value} is not carried out by this version"
-                    )
-    return tuple(sentences.values())

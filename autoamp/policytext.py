@@ -65,10 +65,7 @@ def plain(policy: Policy) -> dict[str, Any]:
         "loss_scale": {key: _number(value) for key, value in constants.items()},
         "fallback": asdict(policy.fallback),
         "distributed": {"gradients": policy.gradients},
-        "not_yet": [
-            {"what": what, "value": said.split()[0], "origin": origin}
-            for origin, what, said in (sentence.rsplit(": ", 2) for sentence in policy.not_yet)
-        ],
+        "performance": asdict(policy.performance),
     }
 
 
@@ -137,7 +134,7 @@ def _lines(policy: Policy) -> Iterator[str]:
     yield f"loss_scale: {flow(constants)}"
     yield f"fallback: {flow(said['fallback'])}"
     yield f"distributed: {flow(said['distributed'])}"
-    yield from _later(said["not_yet"])
+    yield f"performance: {flow(said['performance'])}"
 
 
 def _apart(rules: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -153,18 +150,6 @@ def _list(head: str, entries: Sequence[tuple[str, str]]) -> Iterator[str]:
     indent = " " * (len(head) - len(head.lstrip()) + 2)
     for entry, origin in entries:
         yield f"{indent}- {entry}  # {place(origin)}"
-
-
-def _later(not_yet: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """The sections that this version does not carry out."""
-    sections: dict[str, list[str]] = {}
-    for later in not_yet:
-        section, key = later["what"].split(".")
-        line = f"  {key}: {later['value']}  # {place(later['origin'])}"
-        sections.setdefault(section, []).append(line)
-    for section, lines in sections.items():
-        yield f"{section}:"
-        yield from lines
 
 
 def flow(value: Any) -> str:

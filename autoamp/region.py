@@ -19,8 +19,9 @@ from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
 from .kernels import MARK
-from .ranks import collectives, has_own_precision
+from .ranks import collectives, has_own_precision, has_ranks
 from .session import Session
+from .weights import LEAST
 
 enter_nesting = torch.autocast_increment_nesting
 leave_nesting = torch.autocast_decrement_nesting
@@ -103,6 +104,11 @@ class Regions:
         """
         local = self.session.local
         previous = torch.get_autocast_dtype(device_type)
+        weights = self.session.weights
+        if weights.is_on:
+            weights.has_ranks = has_ranks()
+            if weights.evaluates and torch.is_grad_enabled():
+                weights.end_evaluation()
         try:
             torch.set_autocast_enabled(device_type, True)
             if previous is not dtype:
@@ -115,7 +121,7 @@ class Regions:
             if previous is not dtype:
                 torch.set_autocast_dtype(device_type, previous)
             leave_nesting()
-            torch.clear_autocast_cache()
+            local.forget_casts()
             if getattr(local, "uncached", False):
                 local.uncached = False
                 torch.set_autocast_cache_enabled(True)
@@ -224,28 +230,67 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
 
     One that takes a weight is none where that is plain data: windows and fixed filters.
     """
-    regions = session.regions
+    regions, local, inside = session.regions, session.local, original
     takes_weight = original.__name__ in WITH_WEIGHT
+    keeps_casts = takes_weight and session.weights.is_on
+    if keeps_casts:
+        inside = _with_kept_casts(original, session)
 
     def op(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
-        if enter_nesting() == 1:
+        depth = enter_nesting()
+        if depth == 1:
             first = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(first, torch.Tensor):
                 dtype = regions.precision_for(first) if first.dtype is torch.float32 else None
                 weight = args[1] if len(args) > 1 else kwargs.get("weight")
                 is_plain = takes_weight and not getattr(weight, "requires_grad", True)
                 if dtype is not None and (isinstance(weight, _PARAMETER) or not is_plain):
-                    return regions.run(first.device.type, dtype, original, args, kwargs)
+                    return regions.run(first.device.type, dtype, inside, args, kwargs)
             elif isinstance(first, torch.fx.Proxy):
                 leave_nesting()
                 # A node's target is compared with what the script sees as this function: with us.
                 return torch.fx.Proxy.__torch_function__(op, (torch.fx.Proxy,), args, kwargs)
         leave_nesting()
+        if keeps_casts and depth == 2 and local.region is not None:
+            return inside(*args, **kwargs)
         return original(*args, **kwargs)
 
     session.stand_ins[op] = original
+    return op
+
+
+def _with_kept_casts(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The op as it is called directly in a region: a weight that gets no gradient is cast once.
+
+    Where the policy has a kernel for the op, that does it: it wants to see the parameter.
+    """
+    local, weights, ours = session.local, session.weights, session.kernels.families
+    name, gradients_are_on = original.__name__, torch.is_grad_enabled
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if type(weight) is not _PARAMETER or weight.numel() < LEAST:
+            return original(*args, **kwargs)
+        device_type = local.region
+        if (
+            (weight.requires_grad and gradients_are_on())
+            or (name, device_type) in ours
+            or not torch.is_autocast_enabled(device_type)
+        ):
+            return original(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def kept(value: Any) -> Any:
+            if type(value) is not _PARAMETER or value.device.type != device_type:
+                return value
+            cast = weights.of(value, dtype)
+            return value if cast is None else cast
+
+        named = {key: kept(value) for key, value in kwargs.items()}
+        return original(*args[:1], *map(kept, args[1:3]), *args[3:], **named)
+
     return op
 
 

@@ -173,33 +173,32 @@ _DISTRIBUTED: Mapping[str, Kind] = {
     ),
 }
 
-LATER: Mapping[str, Mapping[str, tuple[str, Word | Number]]] = {
-    "performance": {
-        "memory_format": (
-            "keep",
-            Word("The memory format of convolutions.", ("keep", "channels_last")),
-        ),
-        "optimizer": ("keep", Word("The kernels of optimizers.", ("keep", "fused"))),
-        "float32_matmul": (
-            "keep",
-            Word("The precision of float32 matrix products: high is TF32.", ("keep", "high")),
-        ),
-        "stand_down": (
-            "off",
-            Word("Whether autoamp switches itself off where it brings nothing.", ("auto", "off")),
-        ),
-    },
-}
-"""Sections that a later version carries out: by key, the value that is what this version does, and
-what else can be said."""
-
-_LATER: Mapping[str, Map] = {
-    section: Map(
-        "Not carried out by this version, which does as these values say: "
-        f"{', '.join(f'{key}: {value}' for key, (value, _) in keys.items())}.",
-        {key: kind for key, (_, kind) in keys.items()},
-    )
-    for section, keys in LATER.items()
+_PERFORMANCE: Mapping[str, Kind] = {
+    "memory_format": Word(
+        "The memory format of 2-D convolutions in a region: as it is, channels_last, or that where "
+        "it pays.",
+        words.MEMORY_FORMATS,
+    ),
+    "optimizer": Word(
+        "Whether optimizers of torch for which the script asks for no form take their fused one; "
+        "auto: on CUDA.",
+        words.OPTIMIZERS,
+    ),
+    "float32_matmul": Word(
+        "The precision of the float32 matrix products that are left, on CUDA.",
+        words.FLOAT32_MATMULS,
+    ),
+    "cudnn_benchmark": Word(
+        "Whether cuDNN times its algorithms and takes the fastest.", words.CUDNN_BENCHMARKS
+    ),
+    "weight_cache": Word(
+        "Whether casts of weights that get no gradient are kept until the weights change.",
+        words.WEIGHT_CACHES,
+    ),
+    "stand_down": Word(
+        "Whether models that lower precision would not make faster stay float32.",
+        words.STAND_DOWNS,
+    ),
 }
 
 POLICY = Map(
@@ -225,7 +224,7 @@ POLICY = Map(
         "loss_scale": Map("How the gradients of float16 are scaled.", _LOSS_SCALE),
         "fallback": Map("What becomes of modules that half precision breaks.", _FALLBACK),
         "distributed": Map("How processes work together.", _DISTRIBUTED),
-        **_LATER,
+        "performance": Map("What is done for speed besides.", _PERFORMANCE),
     },
 )
 """The whole file."""

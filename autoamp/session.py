@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import plan
+from . import performance, plan
 from .devices import Decision, decide
 from .kernels import Local
 from .policy import FallbackRule, Policy
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .agreement import Agreement
     from .bootstrap import WhenImported
     from .fallback import Demotion
+    from .fusing import Fusing
     from .islands import Islands
     from .kernels import Kernels
     from .modules import Rules
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .reporting.live import Live
     from .reporting.watching import Watch
     from .stepping import Gates
+    from .weights import WeightCasts
 
 Backward = tuple[torch.Tensor, torch.Tensor]
 """What one backward left to know: the scale it ran with, and a flag that is not 0 where a gradient
@@ -96,6 +98,8 @@ class Session:
     ledger: Ledger
     kernels: Kernels
     local: Local
+    weights: WeightCasts
+    fusing: Fusing
     active: bool = True
     may_scale: bool = field(init=False)
     """Whether losses are scaled once FP16 is in use: by the policy, and by nobody else."""
@@ -135,6 +139,8 @@ class Session:
     """Hears of steps, where a report is asked for."""
     audit: Audit | None = None
     """Looks at one training step, where a report is asked for; None when it has."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """What puts switches of torch back (`performance`)."""
     pid: int = field(default_factory=os.getpid)
     started: float = field(default_factory=time.time)
     place: tuple[int, int] = (0, 1)
@@ -153,6 +159,8 @@ class Session:
                 with torch.no_grad():  # nothing that is probed is seen by hooks on saved tensors
                     kernels = plan.kernels(self.policy, device.type, decision.word, covers)
                 self.kernels.register(kernels)
+                if device.type == "cuda":
+                    self.undo += performance.throw(self.policy.performance)
             self._announce(device.type, decision)
         return decision
 
@@ -210,5 +218,3 @@ class Session:
             f"autoamp {version} on: {device_type} {decision.word}{scale}, "
             f'policy "{self.policy.name}", through {self.door}'
         )
-        for sentence in self.policy.not_yet if len(self.decisions) == 1 else ():
-            self.speech.notice(f"autoamp: {sentence}")

@@ -78,7 +78,7 @@ class Gates:
     def gated(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step` of an optimizer class behind a gate; in ``super().step()`` only the outer acts."""
 
-        session, local = self.session, self._local
+        session, local, fusing = self.session, self._local, self.session.fusing
 
         @functools.wraps(step)
         def gate(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +86,12 @@ class Gates:
                 return step(optimizer, *args, **kwargs)
             if not session.active or id(optimizer) in local.ids:
                 return step(optimizer, *args, **kwargs)
+            if fusing.is_on and not is_compiling():
+                with fusing.step(optimizer):
+                    return once(optimizer, args, kwargs)
+            return once(optimizer, args, kwargs)
+
+        def once(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 local.ids.add(id(optimizer))
                 if session.may_scale:
@@ -98,15 +104,21 @@ class Gates:
                 return result
             finally:
                 local.ids.discard(id(optimizer))
-                if not local.ids:
-                    local.inner.clear()
-                    if session.watch is not None:
-                        session.watch.step_ended(optimizer)
-                if getattr(session.local, "region", None) is not None:
-                    torch.clear_autocast_cache()  # weights have changed inside an open region
+                self._leave(optimizer)
 
         vars(gate)["__autoamp_gate__"] = step
         return gate
+
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step is over, taken or not: weights may have changed, in an open region even."""
+        session = self.session
+        if not self._local.ids:
+            self._local.inner.clear()
+            if session.watch is not None:
+                session.watch.step_ended(optimizer)
+        session.weights.end_evaluation()
+        if session.local.region is not None:
+            session.local.forget_casts()
 
     def stepped(self) -> dict[torch.optim.Optimizer, int]:
         """The optimizers that have stepped, and how many backwards there had been by then."""

@@ -54,6 +54,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def is_ours(function: Any) -> bool:
+    function = getattr(function, "fget", function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and os.path.dirname(code.co_filename) == os.path.dirname(
         autoamp.__file__
@@ -407,6 +408,9 @@ def test_a_replacement_has_name_place_doc_and_signature_of_the_original(mixed, p
             original = getattr(owner.__mro__[1], name)
         original = getattr(original, "__func__", original)
         ours = getattr(ours, "__func__", ours)
+        if isinstance(ours, property):  # in the place of one that is written in C
+            assert ours.__doc__ == original.__doc__
+            continue
         assert inspect.isfunction(ours), entry.target
         assert ours.__wrapped__ is original
         assert ours.__doc__ == original.__doc__

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,21 @@ from autoamp.categories import REFUSED
 from autoamp.errors import PolicyError
 from autoamp.policy import (
     BASES,
+    CUDNN_BENCHMARKS,
     DEVICES,
+    FLOAT32_MATMULS,
     LISTS,
+    MEMORY_FORMATS,
     MODULE_PRECISIONS,
+    OPTIMIZERS,
     PRECISIONS,
+    STAND_DOWNS,
+    WEIGHT_CACHES,
     LossScaleRule,
     ModuleRule,
     OpRule,
     ParameterRule,
+    PerformanceRule,
     Policy,
 )
 from autoamp.policytext import document, place, plain
@@ -165,6 +172,8 @@ def test_show_prints_one_file_with_the_place_of_each_rule(main):
     assert after == (
         "fallback: {on_error: float32, on_overflow: keep, inspect: false, patience: 3}\n"
         "distributed: {gradients: keep}\n"
+        "performance: {memory_format: keep, optimizer: keep, float32_matmul: keep, "
+        'cudnn_benchmark: keep, weight_cache: "off", stand_down: "off"}\n'
     )
 
 
@@ -200,7 +209,7 @@ def test_show_as_data_has_every_rule_in_order_with_its_origin(main, tmp_path):
     assert said["loss_scale"]["max"] is None
     assert said["fixups"] == "off"
     assert said["fallback"]["on_error"] == "float32"
-    assert said["not_yet"] == []
+    assert said["performance"] == asdict(PerformanceRule())
 
 
 def test_data_hold_no_numbers_that_json_lacks(main, tmp_path):
@@ -230,7 +239,6 @@ def without_origins(policy: Policy) -> Policy:
         ops=tuple(replace(rule, origin="") for rule in policy.ops),
         modules=tuple(replace(rule, origin="") for rule in policy.modules),
         parameters=tuple(replace(rule, origin="") for rule in policy.parameters),
-        not_yet=tuple(sentence.split(": ", 1)[1] for sentence in policy.not_yet),
     )
 
 
@@ -380,21 +388,16 @@ POLICY = st.builds(
         max=st.floats(1e30),
         **{field.name: st.booleans() for field in fields(LossScaleRule) if field.type == "bool"},
     ),
-    not_yet=st.sets(
-        st.sampled_from(
-            (
-                "/a: b.yaml:1:2: performance.optimizer: fused is not carried out by this version",
-                "/a: b.yaml:2:2: performance.stand_down: auto is not carried out by this version",
-            )
-        )
-    )
-    .map(sorted)
-    .map(tuple),
+    performance=st.builds(
+        PerformanceRule,
+        memory_format=st.sampled_from(MEMORY_FORMATS),
+        optimizer=st.sampled_from(OPTIMIZERS),
+        float32_matmul=st.sampled_from(FLOAT32_MATMULS),
+        cudnn_benchmark=st.sampled_from(CUDNN_BENCHMARKS),
+        weight_cache=st.sampled_from(WEIGHT_CACHES),
+        stand_down=st.sampled_from(STAND_DOWNS),
+    ),
 )
-
-
-def spaced(policy: Policy) -> Policy:
-    return replace(policy, not_yet=tuple(s.rsplit(": ", 2)[1:] for s in policy.not_yet))
 
 
 @settings(
@@ -407,9 +410,7 @@ def test_what_show_prints_of_any_policy_loads_to_the_same_policy(tmp_path, polic
     except PolicyError:
         assume(False)
     again = loaded(text, tmp_path)
-    expected = without_origins(replace(resolved(policy), not_yet=()))
-    assert without_origins(replace(again, not_yet=())) == expected
-    assert sorted(spaced(again).not_yet) == sorted(spaced(policy).not_yet)
+    assert without_origins(again) == without_origins(resolved(policy))
     assert_same_effect(policy, again)
 
 
@@ -629,6 +630,10 @@ def test_explain_says_what_its_figures_rest_on(main):
         "loss scale": ["static, 128"],
         "fallback": ["on_error float32, on_overflow keep, inspect false, patience 3"],
         "gradients": ["between processes: keep"],
+        "performance": [
+            "memory_format keep, optimizer keep, float32_matmul keep, cudnn_benchmark keep, "
+            "weight_cache off, stand_down off"
+        ],
     }
 
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from autoamp import policyfile
 from autoamp.errors import PolicyError, SettingsError
 from autoamp.grammar import MAX_ARGUMENTS, MAX_ITEMS
-from autoamp.policy import DEVICES, LossScaleRule, ModuleRule, OpRule, ParameterRule, Policy
+from autoamp.policy import (
+    DEVICES,
+    LossScaleRule,
+    ModuleRule,
+    OpRule,
+    ParameterRule,
+    PerformanceRule,
+    Policy,
+)
 from autoamp.settings import Settings
 
 MIXED_DEVICES = {"cuda": "float16", "cpu": "bfloat16", "xpu": "bfloat16", "mps": "float16"}
@@ -61,9 +69,8 @@ def test_a_shipped_policy_is_what_its_file_says(name):
     source = str(policyfile.shipped()[name])
     expected = Policy(name, source, devices, loss_scale=loss_scale)
     read = policyfile.load(name)
-    assert replace(read, ops=(), base=expected.base, fixups="off", fallback=Policy().fallback) == (
-        expected
-    )
+    besides = {"fixups": "off", "fallback": Policy().fallback, "performance": PerformanceRule()}
+    assert replace(read, ops=(), base=expected.base, **besides) == expected
     assert read.fixups == ("off" if name == "torch" else "on")
 
 
@@ -458,46 +465,22 @@ def test_a_long_chain_of_files_is_refused(tmp_path):
     )
 
 
-# --- what a later version does -------------------------------------------------------------------
-
-LATER_DEFAULTS = (
-    "performance: {memory_format: keep, optimizer: keep, float32_matmul: keep, stand_down: off}\n"
-    "distributed: {gradients: keep}\n"
-)
-LATER_OTHERS = {
-    "performance.memory_format": "channels_last",
-    "performance.optimizer": "fused",
-    "performance.float32_matmul": "high",
-    "performance.stand_down": "auto",
-}
+# --- performance ---------------------------------------------------------------------------------
 
 
-def test_what_this_version_does_is_not_to_come(mine):
-    assert replace(mine(LATER_DEFAULTS), name="", source="") == Policy()
-    assert Policy().not_yet == ()
+def test_performance_is_what_the_last_file_says_of_each_key(mine, tmp_path):
+    written(tmp_path, base="performance: {optimizer: fused, float32_matmul: tf32}")
+    policy = mine("extends: base.yaml\nperformance: {optimizer: keep, weight_cache: on}")
+    assert policy.performance == PerformanceRule(float32_matmul="tf32", weight_cache="on")
 
 
-@pytest.mark.parametrize("what", LATER_OTHERS)
-def test_what_this_version_does_not_carry_out_is_a_sentence(mine, tmp_path, what):
-    (section, key), value = what.split("."), LATER_OTHERS[what]
-    where = f"{tmp_path / 'mine.yaml'}:3:{len(key) + 5}"
-    policy = mine(f"outputs: keep\n{section}:\n  {key}: {value}\n")
-    assert policy.not_yet == (f"{where}: {what}: {value} is not carried out by this version",)
-
-
-def test_a_sentence_is_inherited_until_a_file_sets_the_value_back(mine, tmp_path):
-    written(tmp_path, base="performance: {optimizer: fused, float32_matmul: high}")
-    inherited = mine("extends: base.yaml\nperformance: {stand_down: auto}").not_yet
-    assert [sentence.split(": ", 1)[1].split(" is ")[0] for sentence in inherited] == [
-        "performance.optimizer: fused",
-        "performance.float32_matmul: high",
-        "performance.stand_down: auto",
-    ]
-    back = mine("extends: base.yaml\nperformance: {optimizer: keep}").not_yet
-    base = tmp_path / "base.yaml"
-    assert back == (
-        f"{base}:1:49: performance.float32_matmul: high is not carried out by this version",
+def test_without_a_word_nothing_is_done_for_performance(mine):
+    said = (
+        "performance: {memory_format: keep, optimizer: keep, float32_matmul: keep, "
+        "cudnn_benchmark: keep, weight_cache: off, stand_down: off}"
     )
+    assert replace(mine(said), name="", source="") == Policy()
+    assert Policy().performance == PerformanceRule()
 
 
 # --- the environment -----------------------------------------------------------------------------
