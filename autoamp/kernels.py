@@ -389,8 +389,8 @@ def _cast(value: Any, dtype: torch.dtype, device: str, weights: WeightCasts | No
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not _is_castable(value, device):
             return value
-        kept = weights.of(value, dtype) if weights is not None else None
-        return value.to(dtype) if kept is None else kept
+        value = weights.of(value, dtype) if weights is not None else value
+        return value.to(dtype)
     if isinstance(value, (list, tuple)):
         return [_cast(item, dtype, device, weights) for item in value]
     return value

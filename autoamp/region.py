@@ -21,7 +21,6 @@ from .islands import Islands, half_to_float32
 from .kernels import MARK
 from .ranks import collectives, has_own_precision, has_ranks
 from .session import Session
-from .weights import LEAST
 
 enter_nesting = torch.autocast_increment_nesting
 leave_nesting = torch.autocast_decrement_nesting
@@ -271,25 +270,19 @@ def _with_kept_casts(original: Callable[..., Any], session: Session) -> Callable
 
     def op(*args: Any, **kwargs: Any) -> Any:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if type(weight) is not _PARAMETER or weight.numel() < LEAST:
+        if type(weight) is not _PARAMETER or (weight.requires_grad and gradients_are_on()):
             return original(*args, **kwargs)
-        device_type = local.region
-        if (
-            (weight.requires_grad and gradients_are_on())
-            or (name, device_type) in ours
-            or not torch.is_autocast_enabled(device_type)
-        ):
+        region = local.region
+        is_there = weight.is_cpu if region == "cpu" else weight.device.type == region
+        if not is_there or (name, region) in ours or not torch.is_autocast_enabled(region):
             return original(*args, **kwargs)
-        dtype = torch.get_autocast_dtype(device_type)
-
-        def kept(value: Any) -> Any:
-            if type(value) is not _PARAMETER or value.device.type != device_type:
-                return value
-            cast = weights.of(value, dtype)
-            return value if cast is None else cast
-
-        named = {key: kept(value) for key, value in kwargs.items()}
-        return original(*args[:1], *map(kept, args[1:3]), *args[3:], **named)
+        dtype = torch.get_autocast_dtype(region)
+        weight = weights.of(weight, dtype)
+        if len(args) < 2:
+            return original(*args, **{**kwargs, "weight": weight})
+        if len(args) < 3 or type(args[2]) is not _PARAMETER:
+            return original(args[0], weight, *args[2:], **kwargs)
+        return original(args[0], weight, weights.of(args[2], dtype), *args[3:], **kwargs)
 
     return op
 

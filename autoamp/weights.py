@@ -26,8 +26,6 @@ _no_inference = torch._C._InferenceMode
 _ALONE = 2
 """The references to a storage that nobody shares: that of its tensor, and of who asks. Then the
 version of the weight tells of all that is written there."""
-LEAST = 4096
-"""Elements: to look for the cast of a smaller weight takes as long as to cast it."""
 _ROOM = 16
 """A cast is kept where this many like it would find room in the memory that is free."""
 
@@ -58,17 +56,17 @@ class WeightCasts:
         self._kept: dict[int, _Kept] = {}
         self._is_full = False
 
-    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The cast of a parameter that an op may use here; None: it makes its own.
+    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The cast of a parameter that an op may use here, or the parameter: let the op cast it.
 
         Where a gradient goes through it, it lasts for the region, as torch's own casts do; else
         until the weight changes.
         """
         if type(weight) is not _PARAMETER or weight.dtype is not torch.float32:
-            return None
+            return weight
         if weight.requires_grad and torch.is_grad_enabled():
             return self._for_region(weight, dtype)
-        return self._until_it_changes(weight, dtype) if self.is_on else None
+        return self._until_it_changes(weight, dtype) if self.is_on else weight
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Somebody may write to the memory of `tensor` without telling its weight."""
@@ -85,37 +83,33 @@ class WeightCasts:
             self.evaluates = self._is_full = False
             self._kept = {place: kept for place, kept in self._kept.items() if kept.is_frozen}
 
-    def _for_region(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def _for_region(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         local = self._local
         if local.region is None or not torch.is_autocast_cache_enabled() or not is_plain():
-            return None
+            return weight
         known = local.casts.get(id(weight))
         if known is None or known[0] != weight._version or known[1].dtype is not dtype:
             known = local.casts[id(weight)] = (weight._version, weight.to(dtype), weight)
         return known[1]
 
-    def _until_it_changes(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        if weight.numel() < LEAST:
-            return None
+    def _until_it_changes(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         place = weight.data_ptr()
         kept = self._kept.get(place)
         if not (
             kept is not None
             and kept.weight() is weight
             and kept.version == weight._version
-            and (not self.has_ranks or kept.mark == collectives())
             and kept.cast.dtype is dtype
             and _use_count(weight.untyped_storage()._cdata) == _ALONE
+            and (not self.has_ranks or kept.mark == collectives())
             and (weight.is_cpu or kept.stream == _stream(weight))
         ):
             self._kept.pop(place, None)
             kept = self._keep(weight, dtype)
             if kept is None:
-                return None
-        if torch.is_grad_enabled():
+                return weight
+        if not kept.is_frozen and torch.is_grad_enabled():
             kept.is_frozen = True
-        elif not kept.is_frozen:
-            self.evaluates = True
         return kept.cast
 
     def _keep(self, weight: torch.Tensor, dtype: torch.dtype) -> _Kept | None:
@@ -139,6 +133,7 @@ class WeightCasts:
         reference = weakref.ref(weight, drop)
         kept = _Kept(cast, reference, weight._version, collectives(), stream)
         self._kept[place] = kept
+        self.evaluates = self.evaluates or not torch.is_grad_enabled()
         return kept
 
 

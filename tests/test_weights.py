@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 
-WIDTH = 64
-"""Such weights have 4096 elements: the least that is kept."""
+WIDTH = 16
 HALF = torch.bfloat16
 
 
@@ -97,7 +96,7 @@ def test_what_kept_casts_give_is_what_torch_gives(on, layer, inputs, context):
     with context():
         got = [module(x) for _ in range(3)]
     assert all(torch.equal(one, expected) for one in got)
-    assert len(session.weights._kept) == 1
+    assert len(session.weights._kept) == 2
     assert not got[-1].requires_grad
 
 
@@ -171,14 +170,6 @@ def test_our_own_kernels_cast_a_weight_that_is_used_twice_once_for_a_training_ca
     assert torch.allclose(ours, layer.weight.grad, rtol=0.05, atol=0.2)
 
 
-def test_small_weights_are_left_to_torch(on):
-    net = nn.Linear(8, 8)
-    session = on()
-    with torch.no_grad():
-        net(torch.ones(1, 8))
-    assert not session.weights._kept
-
-
 # --- never stale ---------------------------------------------------------------------------------
 
 
@@ -223,7 +214,7 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "data transposed": lambda w: setattr(w, "data", w.data.t()),
     "detached": lambda w: w.detach().mul_(-2),
     "data of a view": lambda w: w.view(-1).data.mul_(-2),
-    "a row": lambda w: w[0].zero_(),
+    "a column": lambda w: w[:, 0].mul_(-2),
     "an array": lambda w: w.detach().numpy().fill(1),
     "an array by asarray": lambda w: __import__("numpy").asarray(w.detach()).fill(1),
     "dlpack": lambda w: torch.from_dlpack(w.detach()).mul_(-2),
@@ -330,7 +321,7 @@ def test_casts_for_evaluation_take_no_memory_while_training_goes_on(on):
     session = on()
     with torch.no_grad():
         net(X)
-    assert len(session.weights._kept) == 2
+    assert len(session.weights._kept) == 4
     net(X)
     assert not session.weights._kept
 
