@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
+Convert = Callable[[torch.Tensor], torch.Tensor]
 HALF = (torch.float16, torch.bfloat16)
 _ATOMS = (str, bytes, int, float, torch.nn.Module, type(None))
 _PLAIN = (torch.Tensor, *_ATOMS)
 
 
-def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
+def to_float32(value: Any, came_in: tuple[Any, ...] = (), full: Convert | None = None) -> Any:
     """`value` with each half tensor in it as float32, connected in autograd.
 
     Reaches into tuples, lists, dicts, dataclasses, their subclasses (named tuples, ``ModelOutput``)
     and ``torch.distributions``. Tensors that the caller passed in as half (`came_in`: the call's
     arguments) stay half; a tensor that stands in several places is cast once. A container that
-    cannot be copied and changed is returned as it is: that is no reason for a call to fail.
+    cannot be copied and changed is returned as it is: that is no reason for a call to fail. `full`
+    is what is done to each tensor, if it is more than that.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and full is None:
         if value.dtype not in HALF:
             return value
         if all(isinstance(item, _PLAIN) and item is not value for item in came_in):
@@ -33,7 +35,7 @@ def to_float32(value: Any, came_in: tuple[Any, ...] = ()) -> Any:
     try:
         stay: dict[int, Any] = {}
         _note_half_tensors(came_in, stay, set())
-        return _cast(value, stay, _full)
+        return _cast(value, stay, full or _full)
     except Exception:  # noqa: BLE001 - classes of the script run in here
         return value
 
@@ -59,7 +61,7 @@ def _halved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
-def _cast(value: Any, done: dict[int, Any], convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _cast(value: Any, done: dict[int, Any], convert: Convert) -> Any:
     """`done`: what became of each value by identity; an open container stands for itself."""
     if id(value) in done:
         return done[id(value)]

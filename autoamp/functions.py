@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import formats
 from .backward import half_devices
 from .casting import to_float32
 from .hooks import stays_scaled
@@ -34,6 +35,9 @@ def function_apply(original: Callable[..., Any], session: Session) -> Callable[.
     class: a backward that calls them again has to meet them as they were.
     """
     local, devices = session.local, session.function_devices
+    full = (
+        formats.full_and_contiguous if session.policy.performance.memory_format != "keep" else None
+    )
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if local.region is None and _current_graph_task_id() == -1:
@@ -47,7 +51,7 @@ def function_apply(original: Callable[..., Any], session: Session) -> Callable[.
         ):
             return original(cls, *args, **kwargs)
         devices[cls] = device_type
-        full_args, full_kwargs = to_float32((args, kwargs))
+        full_args, full_kwargs = to_float32((args, kwargs), full=full)
         try:
             result = session.islands.call_own(
                 original, (cls, *full_args), full_kwargs, device_type=device_type

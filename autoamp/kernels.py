@@ -123,7 +123,7 @@ class Kernels:
     def __init__(self, local: Local, weights: WeightCasts) -> None:
         self.registered: list[Kernel] = []
         self.families: set[tuple[str, str]] = set()
-        """(op without its overload, device) of those; not of forms with ``out=``."""
+        """(op, device) of those that functions of `torch.nn.functional` call by that name."""
         self._local = local
         self._weights = weights
         self._libraries: list[Any] = []
@@ -148,7 +148,7 @@ class Kernels:
                 )
                 self.registered.append(kernel)
                 family, _, form = kernel.op.partition(".")
-                if form != "out":
+                if form in ("", "input"):
                     self.families.add((family, kernel.device))
         self._tag_compiled_code()
         if self._jit_autocast is None and any(kernel.torchs for kernel in kernels):

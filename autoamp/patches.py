@@ -16,6 +16,7 @@ from . import (
     contexts,
     edits,
     fixups,
+    formats,
     functions,
     hooks,
     interop,
@@ -55,6 +56,11 @@ def follows_edits(policy: Policy) -> bool:
 def saves(policy: Policy) -> bool:
     """Whether the state of an optimizer is not what is to be saved."""
     return policy.scales or policy.performance.optimizer != "keep"
+
+
+def lays_out(policy: Policy) -> bool:
+    """Whether convolutions run in another memory format than the script's."""
+    return policy.performance.memory_format != "keep"
 
 
 def fixes(policy: Policy) -> bool:
@@ -268,6 +274,12 @@ PATCHES = (
         edits.data,
         "what is written to weights that way is seen by the next op",
         when=follows_edits,
+    ),
+    Patch(
+        "torch:Tensor.view",
+        formats.view,
+        "results of channels-last convolutions can be viewed like others",
+        when=lays_out,
     ),
     Patch(
         "torch:Tensor.retain_grad",

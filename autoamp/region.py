@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import policy
+from . import formats, policy
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
@@ -54,6 +54,7 @@ class Regions:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._left: dict[int, bool] = session.modules.new_table()
+        self._lays_out = session.policy.performance.memory_format != "keep"
         self._half_models_seen = self._traced_backward_seen = False
 
         def word_for_compiled(device_type: str) -> str:
@@ -127,7 +128,10 @@ class Regions:
         self.session.counts.regions += 1
         if self.session.policy.outputs == "keep":
             return result
-        return to_float32(result, (*args, *kwargs.values()))
+        came_in = (*args, *kwargs.values())
+        if self._lays_out and not formats.uses_channels_last(came_in):
+            return to_float32(result, came_in, formats.full_and_contiguous)
+        return to_float32(result, came_in)
 
     def _decide(self, device: torch.device) -> torch.dtype | None:
         """The decision at the first region of a device, which is told to the loss scale too."""
@@ -231,9 +235,10 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
     """
     regions, local, inside = session.regions, session.local, original
     takes_weight = original.__name__ in WITH_WEIGHT
-    keeps_casts = takes_weight and session.weights.is_on
-    if keeps_casts:
-        inside = _with_kept_casts(original, session)
+    performance = session.policy.performance
+    casts = takes_weight and (session.weights.is_on or performance.memory_format != "keep")
+    if casts:
+        inside = _with_our_casts(original, session)
 
     def op(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -252,7 +257,7 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
                 # A node's target is compared with what the script sees as this function: with us.
                 return torch.fx.Proxy.__torch_function__(op, (torch.fx.Proxy,), args, kwargs)
         leave_nesting()
-        if keeps_casts and depth == 2 and local.region is not None:
+        if casts and depth == 2 and local.region is not None:
             return inside(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -260,24 +265,34 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
     return op
 
 
-def _with_kept_casts(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The op as it is called directly in a region: a weight that gets no gradient is cast once.
+def _with_our_casts(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The op as it is called directly in a region, where autoamp casts what torch would cast.
 
-    Where the policy has a kernel for the op, that does it: it wants to see the parameter.
+    A weight that gets no gradient is cast once; convolutions are laid out as the policy says. Where
+    the policy has a kernel for the op, that does it: it wants to see the parameter.
     """
     local, weights, ours = session.local, session.weights, session.kernels.families
     name, gradients_are_on = original.__name__, torch.is_grad_enabled
+    devices = formats.DEVICES[session.policy.performance.memory_format]
+    devices = devices if name in formats.CONVOLUTIONS else ()
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if type(weight) is not _PARAMETER or (weight.requires_grad and gradients_are_on()):
-            return original(*args, **kwargs)
+        weight: Any = args[1] if len(args) > 1 else kwargs.get("weight")
         region = local.region
+        has_layout = region in devices
+        gets_gradient = type(weight) is not _PARAMETER or (
+            weight.requires_grad and gradients_are_on()
+        )
+        if gets_gradient and not has_layout:
+            return original(*args, **kwargs)
         is_there = weight.is_cpu if region == "cpu" else weight.device.type == region
         if not is_there or (name, region) in ours or not torch.is_autocast_enabled(region):
             return original(*args, **kwargs)
         dtype = torch.get_autocast_dtype(region)
-        weight = weights.of(weight, dtype)
+        layout = torch.preserve_format
+        if has_layout and args:
+            args, layout = (formats.laid_out(args[0], dtype), *args[1:]), formats.CHANNELS_LAST
+        weight = weights.of(weight, dtype, layout)
         if len(args) < 2:
             return original(*args, **{**kwargs, "weight": weight})
         if len(args) < 3 or type(args[2]) is not _PARAMETER:

@@ -56,17 +56,19 @@ class WeightCasts:
         self._kept: dict[int, _Kept] = {}
         self._is_full = False
 
-    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def of(
+        self, weight: torch.Tensor, dtype: torch.dtype, layout: Any = torch.preserve_format
+    ) -> torch.Tensor:
         """The cast of a parameter that an op may use here, or the parameter: let the op cast it.
 
         Where a gradient goes through it, it lasts for the region, as torch's own casts do; else
-        until the weight changes.
+        until the weight changes. A fresh one has the memory format `layout`.
         """
         if type(weight) is not _PARAMETER or weight.dtype is not torch.float32:
             return weight
         if weight.requires_grad and torch.is_grad_enabled():
-            return self._for_region(weight, dtype)
-        return self._until_it_changes(weight, dtype) if self.is_on else weight
+            return self._for_region(weight, dtype, layout)
+        return self._until_it_changes(weight, dtype, layout) if self.is_on else weight
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Somebody may write to the memory of `tensor` without telling its weight."""
@@ -83,16 +85,19 @@ class WeightCasts:
             self.evaluates = self._is_full = False
             self._kept = {place: kept for place, kept in self._kept.items() if kept.is_frozen}
 
-    def _for_region(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _for_region(self, weight: torch.Tensor, dtype: torch.dtype, layout: Any) -> torch.Tensor:
         local = self._local
         if local.region is None or not torch.is_autocast_cache_enabled() or not is_plain():
             return weight
         known = local.casts.get(id(weight))
         if known is None or known[0] != weight._version or known[1].dtype is not dtype:
-            known = local.casts[id(weight)] = (weight._version, weight.to(dtype), weight)
+            cast = weight.to(dtype, memory_format=layout)
+            known = local.casts[id(weight)] = (weight._version, cast, weight)
         return known[1]
 
-    def _until_it_changes(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _until_it_changes(
+        self, weight: torch.Tensor, dtype: torch.dtype, layout: Any
+    ) -> torch.Tensor:
         place = weight.data_ptr()
         kept = self._kept.get(place)
         if not (
@@ -105,14 +110,14 @@ class WeightCasts:
             and (weight.is_cpu or kept.stream == _stream(weight))
         ):
             self._kept.pop(place, None)
-            kept = self._keep(weight, dtype)
+            kept = self._keep(weight, dtype, layout)
             if kept is None:
                 return weight
         if not kept.is_frozen and torch.is_grad_enabled():
             kept.is_frozen = True
         return kept.cast
 
-    def _keep(self, weight: torch.Tensor, dtype: torch.dtype) -> _Kept | None:
+    def _keep(self, weight: torch.Tensor, dtype: torch.dtype, layout: Any) -> _Kept | None:
         stream = _stream(weight)
         if stream is None or self._is_full or weight.is_inference() or not is_plain():
             return None
@@ -124,7 +129,7 @@ class WeightCasts:
         if self._is_full:
             return None
         with _no_inference(False):  # such tensors are of no use in training
-            cast = weight.detach().to(dtype)
+            cast = weight.detach().to(dtype, memory_format=layout)
 
         def drop(dead: Any) -> None:
             if (kept := self._kept.get(place)) is not None and kept.weight is dead:

@@ -115,6 +115,29 @@ def test_a_cast_made_in_inference_mode_serves_training_with_frozen_weights(on):
     assert torch.equal(gradient, expected)
 
 
+def test_gradients_inside_of_inference_may_go_through_a_kept_cast(on):
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layer(x)
+            with torch.inference_mode(False):
+                start = torch.ones(1, WIDTH, requires_grad=True)
+                (gradient,) = torch.autograd.grad(self.layer(start).sum(), start)
+            return gradient
+
+    net = Guided()
+    expected = net(X)
+    session = on()
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.allclose(net(X), expected, rtol=0.02, atol=0.02)
+    assert session.weights._kept
+    assert session.demotions == []
+
+
 def test_frozen_parts_are_not_cast_again_from_step_to_step(on):
     net = model()
     net[0].requires_grad_(False)
@@ -183,6 +206,11 @@ def _kept_array(weight: nn.Parameter) -> Callable[[], Any]:
     return lambda: array.__imul__(-2)
 
 
+def _kept_storage(weight: nn.Parameter) -> Callable[[], Any]:
+    alias = torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape)
+    return lambda: alias.mul_(-2)
+
+
 def _loaded(weight: nn.Parameter) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     layer.weight = weight
@@ -248,7 +276,7 @@ def test_an_edited_weight_is_seen_by_the_next_call(on, edit, policy):
     assert error < 0.02
 
 
-@pytest.mark.parametrize("make", [_kept_alias, _kept_array])
+@pytest.mark.parametrize("make", [_kept_alias, _kept_array, _kept_storage])
 def test_somebody_holds_the_memory_of_a_weight_and_edits_it_again_and_again(on, make):
     net = model()
     on()
