@@ -24,6 +24,7 @@ from . import (
     region,
     report,
     settings,
+    standing,
     stepping,
 )
 from .compat import standins
@@ -118,6 +119,8 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
         opened.watch = Watch(opened, functools.partial(report.write_unfinished, opened))
     opened.modules = modules.Rules(opened)
     opened.agreement = agreement.Agreement(opened)
+    if policy.performance.stand_down == "auto" and asked.dtype is None:
+        opened.stand_down = standing.StandDown(opened)
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:

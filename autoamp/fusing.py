@@ -46,7 +46,7 @@ class Fusing:
         own = {note: vars(optimizer)[note] for note in _NOTES if note in vars(optimizer)}
         before = [group["fused"] for group in groups]
         try:
-            setattr(optimizer, _SCALES, True)
+            vars(optimizer)[_SCALES] = True
             for group in groups:
                 group["fused"] = True
             yield

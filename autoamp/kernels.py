@@ -38,6 +38,8 @@ class Local(threading.local):
     uncached: bool = False
     recomputes: bool = False
     """Whether a checkpoint runs again, inside a backward, what opens regions (`recomputing`)."""
+    stands: bool = False
+    """Whether a root is running that stays float32, with all that it calls."""
     paused: bool | None = None
     watch: Any = None
     failures: int = 0

@@ -31,6 +31,7 @@ _tracing_state = torch._C._get_tracing_state
 _open_modes = torch._C._len_torch_dispatch_stack
 
 _NONE: dict[str, Any] = {}
+STAYS_OUT = object()
 FSDP = "torch.distributed.fsdp"
 """Loaded wherever models are sharded."""
 _PARAMETER = torch.nn.Parameter
@@ -53,6 +54,8 @@ class Regions:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.standing: dict[int, str] = session.modules.new_table()
+        """By root that stays float32: on which type of device; empty for one that does not."""
         self._left: dict[int, bool] = session.modules.new_table()
         self._lays_out = session.policy.performance.memory_format != "keep"
         self._half_models_seen = self._traced_backward_seen = False
@@ -88,6 +91,46 @@ class Regions:
             return None
         decision = session.decisions.get(device_type)
         return self._decide(tensor.device) if decision is None else decision.dtype
+
+    def run_root(
+        self,
+        call_root: Callable[..., Any],
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The outermost call of a module. `STAYS_OUT`: nothing was called, the nesting is as it
+        was.
+        """
+        root = args[0]
+        parameter = first_parameter(root)
+        if parameter is None:
+            return STAYS_OUT
+        if self.standing and self.standing.get(id(root)) == parameter.device.type:
+            leave_nesting()
+            self.session.local.stands = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.session.local.stands = False
+        dtype = self.precision_for(parameter)
+        if dtype is None:
+            self._note_declined(root, parameter.device.type)
+            return STAYS_OUT
+        run = self.run if FSDP not in sys.modules else self.run_or_leave
+        return run(parameter.device.type, dtype, call_root, args, kwargs)
+
+    def stand(self, root: torch.nn.Module, device_type: str) -> None:
+        """Have a root stay out from now on, for as long as it is on such a device."""
+        self.session.modules.remember(root)
+        self.standing[id(root)] = device_type
+
+    def _note_declined(self, root: torch.nn.Module, device_type: str) -> None:
+        """Where a device gains nothing, what a root calls need not be asked one by one."""
+        decision = self.session.decisions.get(device_type)
+        if decision is not None and decision.dtype is None and id(root) not in self.standing:
+            is_all_there = all(p.device.type == device_type for p in root.parameters())
+            self.stand(root, device_type if is_all_there else "")
 
     def run(
         self,
@@ -196,8 +239,7 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     regions, may_cure = session.regions, islands.fallback.may_cure
     entry_of, local, detours = session.modules.table.get, session.local, session.detours
     has_rules, entry_of_strangers = islands.has_rules, islands.entry_of_strangers
-    looks = islands.fallback.is_on or session.audit is not None
-    call_root = islands.call_root if has_rules or looks else original
+    call_root = _root_call(islands, session)
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():
@@ -207,11 +249,10 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
                 return islands.call_traced(*args, **kwargs)
             return _compiled_call(original, islands.call_traced_root, regions, args, kwargs)
         depth = enter_nesting()
-        if depth == 1:
-            parameter = first_parameter(args[0])
-            if parameter is not None and (dtype := regions.precision_for(parameter)) is not None:
-                run = regions.run if FSDP not in sys.modules else regions.run_or_leave
-                return run(parameter.device.type, dtype, call_root, args, kwargs)
+        if depth == 1 and not local.stands:
+            result = regions.run_root(call_root, original, args, kwargs)
+            if result is not STAYS_OUT:
+                return result
         leave_nesting()
         entry = entry_of(id(args[0]), entry_of_strangers)
         if detours or (entry is not None and entry != local.precision):
@@ -224,6 +265,22 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
                 raise
             trouble = error
         return islands.fallback.again(trouble, args, kwargs, mark)
+
+    return call
+
+
+def _root_call(islands: Islands, session: Session) -> Callable[..., Any]:
+    """What is called where a region has been opened; looked at, where it was never called."""
+    looks = islands.has_rules or islands.fallback.is_on or session.audit is not None
+    call_root = islands.call_root if looks else islands.original
+    stand_down = session.stand_down
+    if stand_down is None:
+        return call_root
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if id(args[0]) in stand_down.seen:
+            return call_root(*args, **kwargs)
+        return stand_down.decide(call_root, args, kwargs)
 
     return call
 
@@ -244,7 +301,7 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
         if is_compiling():
             return original(*args, **kwargs)
         depth = enter_nesting()
-        if depth == 1:
+        if depth == 1 and not local.stands:
             first = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(first, torch.Tensor):
                 dtype = regions.precision_for(first) if first.dtype is torch.float32 else None

@@ -56,6 +56,7 @@ def describe(session: Session, wait: bool = True) -> dict[str, Any]:
         "memory": _memory(),
         "audit": watch.audit.result if watch is not None else dict(_NO_AUDIT),
         "demotions": [asdict(demotion) for demotion in session.demotions],
+        "stood_down": list(session.stand_down.told) if session.stand_down is not None else [],
         "patches": [
             {"target": e.target, "outcome": e.outcome, "why": e.why} for e in session.ledger.entries
         ],
@@ -87,6 +88,7 @@ def describe_inactive(reason: str, door: str | None) -> dict[str, Any]:
         "memory": _memory(),
         "audit": dict(_NO_AUDIT),
         "demotions": [],
+        "stood_down": [],
         "patches": [],
         "replaced_since": [],
         "kernels": [],

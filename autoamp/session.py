@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .reporting.audit import Audit
     from .reporting.live import Live
     from .reporting.watching import Watch
+    from .standing import StandDown
     from .stepping import Gates
     from .weights import WeightCasts
 
@@ -132,6 +133,8 @@ class Session:
     modules: Rules = field(init=False)
     islands: Islands = field(init=False)
     regions: Regions = field(init=False)
+    stand_down: StandDown | None = None
+    """Decides which models stay float32, where the policy says so and nobody named a dtype."""
     gates: Gates = field(init=False)
     dynamo_watch: WhenImported | None = None
     live: Live | None = None

@@ -38,6 +38,7 @@ KEYS = [
     "memory",
     "audit",
     "demotions",
+    "stood_down",
     "patches",
     "replaced_since",
     "kernels",
