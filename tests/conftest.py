@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -56,17 +57,9 @@ def python_in() -> Callable[[Path], Run]:
             pythonpath: tuple[str | Path, ...] = (),
             **variables: str,
         ) -> subprocess.CompletedProcess[str]:
-            if isinstance(script, str):
-                path = folder / "script.py"
-                path.write_text(script)
-            else:
-                path = script
-            kept = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
-            ours = (shim_directory(), Path(autoamp.__file__).parents[1])
-            search = os.pathsep.join(map(str, (*pythonpath, *ours)))
             return subprocess.run(
-                [sys.executable, path, *arguments],
-                env={**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables},
+                [sys.executable, _path(script, folder), *arguments],
+                env=_environment(*pythonpath, **variables),
                 cwd=folder,
                 capture_output=True,
                 text=True,
@@ -87,3 +80,57 @@ def run_python(python_in: Callable[[Path], Run], tmp_path: Path) -> Run:
     and no others. `pythonpath` names folders that come before everything else.
     """
     return python_in(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[subprocess.Popen[str]]:
+    """A process that plays scripts in children of its own: warm.py."""
+    command = [sys.executable, Path(__file__).with_name("warm.py")]
+    off = _environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=off, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def run_script(warm: subprocess.Popen[str], run_python: Run, tmp_path: Path) -> Run:
+    """What `run_python` is, without the start of an interpreter: where no claim is about that.
+
+    The script finds torch imported. With a `pythonpath` it is `run_python`.
+    """
+
+    def run(
+        script: str | Path, *arguments: str, **variables: Any
+    ) -> subprocess.CompletedProcess[str]:
+        if "pythonpath" in variables:
+            return run_python(script, *arguments, **variables)
+        asked = {
+            "script": str(_path(script, tmp_path)),
+            "arguments": arguments,
+            "folder": str(tmp_path),
+            "environment": _environment(**variables),
+        }
+        assert warm.stdin is not None
+        assert warm.stdout is not None
+        print(json.dumps(asked), file=warm.stdin, flush=True)
+        code = int(warm.stdout.readline())
+        said = [(tmp_path / name).read_text() for name in (".stdout", ".stderr")]
+        return subprocess.CompletedProcess([asked["script"], *arguments], code, *said)
+
+    return run
+
+
+def _path(script: str | Path, folder: Path) -> Path:
+    if isinstance(script, str):
+        path = folder / "script.py"
+        path.write_text(script)
+        return path
+    return script
+
+
+def _environment(*pythonpath: str | Path, **variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
+    ours = (shim_directory(), Path(autoamp.__file__).parents[1])
+    search = os.pathsep.join(map(str, (*pythonpath, *ours)))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}

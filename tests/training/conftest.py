@@ -29,13 +29,13 @@ class Outcome:
 
 
 @pytest.fixture
-def train(run_python: Any, tmp_path: Path) -> Callable[..., Outcome]:
+def train(run_script: Any, tmp_path: Path) -> Callable[..., Outcome]:
     """`train("scripts", "digits_cnn", "--steps", 8, AUTO_MIXED_PRECISION="torch")`."""
 
     def run(folder: str, name: str, *arguments: object, **variables: str) -> Outcome:
         save = tmp_path / f"{folder}-{name}-{uuid.uuid4().hex}.pt"
         words = [str(argument) for argument in arguments]
-        result = run_python(TESTS / folder / f"{name}.py", *words, "--save", str(save), **variables)
+        result = run_script(TESTS / folder / f"{name}.py", *words, "--save", str(save), **variables)
         assert result.returncode == 0, result.stderr
         saved = torch.load(save, weights_only=False)
         return Outcome(result.stdout, result.stderr, saved)

@@ -14,6 +14,12 @@ from autoamp import fixups
 from .conftest import SCRIPTS, differences
 
 STEPS = 8
+SMALL: dict[str, tuple[object, ...]] = {
+    "char_lstm": ("--length", 8),
+    "char_transformer": ("--context", 16),
+    "image_resnet": ("--width", 4, "--batch", 8),
+}
+"""Arguments that spare what evaluates a model."""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -22,14 +28,12 @@ def test_script_equals_its_twin(train: Any, name: str, dtype: str) -> None:
     """Printed lines, parameters, buffers and optimizer state; FP16 with dynamic loss scaling."""
     if (name, dtype) == ("char_lstm", "bfloat16") and fixups.lstm_is_missing(dtype):
         pytest.skip("torch has no bfloat16 LSTM for this CPU: there is no twin to be equal to")
-    twin = train("twins", name, "--steps", STEPS, "--log-every", 2, "--dtype", dtype)
+    arguments = ("--steps", STEPS, "--log-every", 2, *SMALL.get(name, ()))
+    twin = train("twins", name, *arguments, "--dtype", dtype)
     script = train(
         "scripts",
         name,
-        "--steps",
-        STEPS,
-        "--log-every",
-        2,
+        *arguments,
         AUTO_MIXED_PRECISION="torch",
         AUTO_MIXED_PRECISION_DTYPE=dtype,
     )
