@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -11,12 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401 - every optimizer loads it
 from variables import NOT_INHERITED, PREFIX
 
 import autoamp
 from autoamp.doctor import shim_directory
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+gc.freeze()
+"""Activation looks through all objects, for optimizers, hooks and modules: torch brings none."""
+LONGEST = ("test_metrics", "test_cases", "test_ranks", "test_trainers", "test_every_op")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, or one worker plays it in the end while others have done."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture
@@ -83,19 +94,29 @@ def run_python(python_in: Callable[[Path], Run], tmp_path: Path) -> Run:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[subprocess.Popen[str]]:
-    """A process that plays scripts in children of its own: warm.py."""
-    command = [sys.executable, Path(__file__).with_name("warm.py")]
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """`warm(script, *arguments, cwd=folder, env=variables)`: in a child of a process with torch."""
+    said = [tmp_path_factory.mktemp("warm") / name for name in ("stdout", "stderr")]
+    command = [sys.executable, Path(__file__).with_name("warm.py"), *said]
     off = _environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=off, stdin=pipe, stdout=pipe, text=True) as process:
-        yield process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asks, answers = process.stdin, process.stdout
+
+        def run(*command: str, **where: Any) -> subprocess.CompletedProcess[str]:
+            print(json.dumps({"command": command, **where}), file=asks, flush=True)
+            code = int(answers.readline())
+            return subprocess.CompletedProcess(command, code, *(path.read_text() for path in said))
+
+        yield run
         process.kill()
 
 
 @pytest.fixture
-def run_script(warm: subprocess.Popen[str], run_python: Run, tmp_path: Path) -> Run:
-    """What `run_python` is, without the start of an interpreter: where no claim is about that.
+def run_script(warm: Run, run_python: Run, tmp_path: Path) -> Run:
+    """What `run_python` is without the start of an interpreter, where no claim is about that.
 
     The script finds torch imported. With a `pythonpath` it is `run_python`.
     """
@@ -105,18 +126,8 @@ def run_script(warm: subprocess.Popen[str], run_python: Run, tmp_path: Path) -> 
     ) -> subprocess.CompletedProcess[str]:
         if "pythonpath" in variables:
             return run_python(script, *arguments, **variables)
-        asked = {
-            "script": str(_path(script, tmp_path)),
-            "arguments": arguments,
-            "folder": str(tmp_path),
-            "environment": _environment(**variables),
-        }
-        assert warm.stdin is not None
-        assert warm.stdout is not None
-        print(json.dumps(asked), file=warm.stdin, flush=True)
-        code = int(warm.stdout.readline())
-        said = [(tmp_path / name).read_text() for name in (".stdout", ".stderr")]
-        return subprocess.CompletedProcess([asked["script"], *arguments], code, *said)
+        command = map(str, (_path(script, tmp_path), *arguments))
+        return warm(*command, cwd=str(tmp_path), env=_environment(**variables))
 
     return run
 

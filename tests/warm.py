@@ -1,5 +1,7 @@
 """Plays scripts, each in a child of this process, which has torch: starting takes longer than most.
 
+    warm.py STDOUT STDERR    files that get what the child says
+
 Stdin asks, one JSON object a line; stdout answers with the child's exit code. Autoamp starts in the
 child, with the child's variables, as it does at the end of `import torch`.
 """
@@ -7,6 +9,7 @@ child, with the child's variables, as it does at the end of `import torch`.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -16,42 +19,43 @@ import types
 import warnings
 from pathlib import Path
 
-import sklearn.datasets  # noqa: F401 - most of what is trained loads it
-import torch._dynamo  # every optimizer loads it
+import sklearn.datasets  # noqa: F401 - much of what is trained loads it
+import torch._dynamo  # noqa: F401 - every optimizer loads it
 
 
-def main() -> None:
+def main(*said: str) -> None:
+    gc.freeze()  # children that look through all objects look for what scripts make
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            play(**json.loads(line))
+            play(list(said), **json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def play(script: str, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+def play(said: list[str], command: list[str], cwd: str, env: dict[str, str]) -> None:
     """Run the script as if Python had just started and torch had been imported, and leave."""
     code: object = 1
     try:
-        os.chdir(folder)
-        for name, stream in ((".stdout", sys.stdout), (".stderr", sys.stderr)):
+        os.chdir(cwd)
+        for name, stream in zip(said, (sys.stdout, sys.stderr), strict=True):
             written = os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(written, stream.fileno())
         os.environ.clear()
-        os.environ.update(environment)
-        for action in filter(None, environment.get("PYTHONWARNINGS", "").split(",")):
+        os.environ.update(env)
+        for action in filter(None, env.get("PYTHONWARNINGS", "").split(",")):
             warnings.simplefilter(action)
-        sys.path[0] = str(Path(script).parent)
-        sys.argv = [script, *arguments]
+        script = Path(command[0])
+        sys.path[0], sys.argv = str(script.parent), command
         module = sys.modules["__main__"] = types.ModuleType("__main__")
-        module.__file__ = script
+        module.__file__ = str(script)
         from autoamp import bootstrap
 
         bootstrap.start("sitecustomize")
-        exec(compile(Path(script).read_text(), script, "exec"), vars(module))
+        exec(compile(script.read_text(), script, "exec", dont_inherit=True), vars(module))
         code = 0
     except SystemExit as left:
         code = left.code
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever ends it, this says so
         traceback.print_exc()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -63,4 +67,4 @@ def play(script: str, arguments: list[str], folder: str, environment: dict[str, 
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -16,11 +16,11 @@ SHORT: dict[str, tuple[object, ...]] = {
     "digits_cnn": ("--steps", 60, "--batch-size", 32),
     "digits_dcgan": ("--steps", 200),
     "digits_vae": ("--steps", 300),
-    "image_resnet": ("--steps", 60, "--size", 24),
+    "image_resnet": ("--steps", 60),
 }
 """Arguments with which each script learns, and half precision takes seconds where it is emulated.
 
-The shift stays below a third of the spread, that of a run which loses every second step is beyond it.
+The shift stays below a third of the spread; that of a run which loses every second step is beyond.
 """
 SEEDS = {"digits_dcgan": 8}
 """How many, where not 3: the spread of three runs of a GAN says little about the next three."""
