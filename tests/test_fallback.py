@@ -375,7 +375,7 @@ def test_disabling_forgets_and_nothing_is_left_on_the_modules(mixed: Mixed) -> N
     assert demotions() == [("part", False)]
 
 
-def test_a_demotion_is_one_line_with_the_place_in_the_script(run_python: Any) -> None:
+def test_a_demotion_is_one_line_with_the_place_in_the_script(run_script: Any) -> None:
     script = """
 import torch
 from torch import nn
@@ -393,7 +393,7 @@ net = nn.Sequential(nn.Linear(4, 4), Head())
 for _ in range(3):
     net(torch.ones(2, 4))
 """
-    result = run_python(script, AUTO_MIXED_PRECISION="1", AUTO_MIXED_PRECISION_DTYPE="float16")
+    result = run_script(script, AUTO_MIXED_PRECISION="1", AUTO_MIXED_PRECISION_DTYPE="float16")
     said = [line for line in result.stderr.splitlines() if "runs in float32" in line]
     assert len(said) == 1
     assert said[0].startswith(

@@ -56,10 +56,10 @@ print(f"{loss.item():.2f}")
 
 
 def test_with_what_it_learned_a_second_run_demotes_and_skips_nothing(
-    run_python: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(policy: str, name: str) -> tuple[str, dict[str, Any]]:
-        result = run_python(
+        result = run_script(
             SCRIPT,
             AUTO_MIXED_PRECISION="1",
             AUTO_MIXED_PRECISION_POLICY=policy,
@@ -70,7 +70,7 @@ def test_with_what_it_learned_a_second_run_demotes_and_skips_nothing(
         assert "match" not in result.stderr  # no rule is for nothing
         return result.stdout, json.loads((tmp_path / name).read_text())
 
-    plain = run_python(SCRIPT).stdout
+    plain = run_script(SCRIPT).stdout
     _, first = run("default", "first.json")
     assert {d["module"]: d["below"] for d in first["demotions"]} == {
         "head": False,

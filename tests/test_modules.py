@@ -160,7 +160,7 @@ def test_a_class_is_known_by_any_of_its_names_and_by_what_it_derives_from(
     assert seen == {"0": BF16 if word == "MyLinear" else FP32, "1": FP32}
 
 
-def test_a_class_of_the_script_is_known_by_its_full_name(run_python: Any, tmp_path: Path) -> None:
+def test_a_class_of_the_script_is_known_by_its_full_name(run_script: Any, tmp_path: Path) -> None:
     policy = tmp_path / "p.yaml"
     policy.write_text("modules: [{type: __main__.Mine, precision: float32}]")
     script = """
@@ -177,7 +177,7 @@ net(torch.ones(1, 2))
 assert seen == [torch.float32, torch.bfloat16], seen
 print("ok")
 """
-    result = run_python(
+    result = run_script(
         script, AUTO_MIXED_PRECISION=str(policy), AUTO_MIXED_PRECISION_DTYPE="bfloat16"
     )
     assert result.stdout == "ok\n", result.stderr
@@ -1112,17 +1112,17 @@ modules:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_code_has_the_islands_of_eager_code(
-    run_python: Any, tmp_path: Path, backend: str
+    run_script: Any, tmp_path: Path, backend: str
 ) -> None:
-    assert compiled(run_python, tmp_path, COMPILED_NAMES, NAME_RULES, backend) == "same\n"
+    assert compiled(run_script, tmp_path, COMPILED_NAMES, NAME_RULES, backend) == "same\n"
 
 
 def compiled(
-    run_python: Any, folder: Path, script: str, rules: str, *arguments: str, dtype: str = "bfloat16"
+    run_script: Any, folder: Path, script: str, rules: str, *arguments: str, dtype: str = "bfloat16"
 ) -> str:
     policy = folder / "rules.yaml"
     policy.write_text(rules)
-    result = run_python(
+    result = run_script(
         script,
         *arguments,
         AUTO_MIXED_PRECISION=str(policy),
@@ -1162,7 +1162,7 @@ for policy in sys.argv[2:]:
 )
 
 
-def test_blocks_of_one_class_share_what_is_compiled(run_python: Any, tmp_path: Path) -> None:
+def test_blocks_of_one_class_share_what_is_compiled(run_script: Any, tmp_path: Path) -> None:
     graphs = {
         "[]": "1",
         "[{type: LayerNorm, precision: float32}, {type: Linear, precision: lower}]": "1",
@@ -1175,7 +1175,7 @@ def test_blocks_of_one_class_share_what_is_compiled(run_python: Any, tmp_path: P
         "[{name: '*.norm', precision: float16}]": "12",
     }
     policies = written(tmp_path, [f"modules: {rules}" for rules in graphs])
-    found = compiled(run_python, tmp_path, REGIONAL, "", "aot_eager", *policies)
+    found = compiled(run_script, tmp_path, REGIONAL, "", "aot_eager", *policies)
     assert dict(zip(graphs, found.split(), strict=True)) == graphs
 
 
@@ -1208,7 +1208,7 @@ for policy in sys.argv[2:]:
 )
 
 
-def test_a_compiled_function_serves_many_models(run_python: Any, tmp_path: Path) -> None:
+def test_a_compiled_function_serves_many_models(run_script: Any, tmp_path: Path) -> None:
     """More than Dynamo's limit of 8, where names may tell each from the others."""
     graphs = {
         "modules: [{type: LayerNorm, precision: float32}]": "1",
@@ -1217,7 +1217,7 @@ def test_a_compiled_function_serves_many_models(run_python: Any, tmp_path: Path)
         "parameters: [{name: decoder.0.out.weight}]": "12",
     }
     policies = written(tmp_path, list(graphs))
-    found = compiled(run_python, tmp_path, MANY_ROOTS, "", "eager", *policies)
+    found = compiled(run_script, tmp_path, MANY_ROOTS, "", "eager", *policies)
     assert dict(zip(graphs, found.split(), strict=True)) == graphs
 
 
@@ -1252,10 +1252,10 @@ with autoamp.off():
 
 
 def test_an_argument_passed_twice_is_one_tensor_in_compiled_islands_too(
-    run_python: Any, tmp_path: Path
+    run_script: Any, tmp_path: Path
 ) -> None:
     rules = "modules: [{type: Attention, precision: float32}]"
-    assert compiled(run_python, tmp_path, TWICE, rules, "eager") == "True\nTrue\n"
+    assert compiled(run_script, tmp_path, TWICE, rules, "eager") == "True\nTrue\n"
 
 
 INSIDE_AND_OUTSIDE = (
@@ -1292,9 +1292,9 @@ print(torch.equal(island(x), float32))
 )
 
 
-def test_code_compiled_in_an_island_is_not_used_outside(run_python: Any, tmp_path: Path) -> None:
+def test_code_compiled_in_an_island_is_not_used_outside(run_script: Any, tmp_path: Path) -> None:
     rules = "modules: [{type: Island, precision: float32}]"
-    found = compiled(run_python, tmp_path, INSIDE_AND_OUTSIDE, rules, "eager")
+    found = compiled(run_script, tmp_path, INSIDE_AND_OUTSIDE, rules, "eager")
     assert found == "False\nTrue\n"
 
 
@@ -1340,10 +1340,10 @@ print(torch.equal(plain(x), float32))
 
 @pytest.mark.parametrize("compile_what", ["whole", "part"])
 def test_modules_that_come_later_are_found_in_compiled_code(
-    run_python: Any, tmp_path: Path, compile_what: str
+    run_script: Any, tmp_path: Path, compile_what: str
 ) -> None:
     rules = "[{name: norm, precision: float16}, {name: '*second', precision: float32}]"
-    found = compiled(run_python, tmp_path, LATER, f"modules: {rules}", compile_what)
+    found = compiled(run_script, tmp_path, LATER, f"modules: {rules}", compile_what)
     assert found == "False\n"
 
 
@@ -1375,10 +1375,10 @@ assert torch.equal(expected[0][0], expected[4][0])
 
 
 def test_steps_under_compile_cost_one_recompilation_at_each_border(
-    run_python: Any, tmp_path: Path
+    run_script: Any, tmp_path: Path
 ) -> None:
     rules = "modules: [{name: 'decoder.*', precision: float32, steps: {from: 2, to: 4}}]"
-    found = compiled(run_python, tmp_path, COMPILED_STEPS, rules, "aot_eager")
+    found = compiled(run_script, tmp_path, COMPILED_STEPS, rules, "aot_eager")
     assert found == "[1, 1, 2, 2, 3, 4, 4, 5, 5, 6]\n"
 
 
@@ -1395,9 +1395,9 @@ for compiled in (lambda x: net(x), net):
 
 
 def test_owners_of_covered_parameters_are_islands_in_compiled_code(
-    run_python: Any, tmp_path: Path
+    run_script: Any, tmp_path: Path
 ) -> None:
     rules = "parameters: [{name: 'decoder.*.attn.weight'}]"
-    found = compiled(run_python, tmp_path, COMPILED_PARAMETERS, rules, "eager")
+    found = compiled(run_script, tmp_path, COMPILED_PARAMETERS, rules, "eager")
     words = ["bfloat16"] * 4 + ["float32", "bfloat16"] * 2
     assert found == 2 * (" ".join(words) + "\n")

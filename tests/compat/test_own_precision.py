@@ -231,6 +231,6 @@ def test_contexts_inside_models_and_those_that_torch_opens_win_where_they_are(
     assert len(outcome.said) == 1
 
 
-def test_who_switches_it_on_in_code_gets_both(run_python: Any) -> None:
-    result = run_python(ENABLED_IN_CODE, AUTO_MIXED_PRECISION_DTYPE="bfloat16")
+def test_who_switches_it_on_in_code_gets_both(run_script: Any) -> None:
+    result = run_script(ENABLED_IN_CODE, AUTO_MIXED_PRECISION_DTYPE="bfloat16")
     assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr

@@ -227,7 +227,7 @@ for function, fullgraph in ((whole, True), (broken, False)):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_compiled_checkpoints_equal_eager_ones(run_python: Any, dtype: str) -> None:
+def test_compiled_checkpoints_equal_eager_ones(run_script: Any, dtype: str) -> None:
     """In one graph, and where a graph breaks inside the checkpointed function."""
-    result = run_python(COMPILED, AUTO_MIXED_PRECISION="torch", AUTO_MIXED_PRECISION_DTYPE=dtype)
+    result = run_script(COMPILED, AUTO_MIXED_PRECISION="torch", AUTO_MIXED_PRECISION_DTYPE=dtype)
     assert result.returncode == 0, result.stderr

@@ -41,13 +41,13 @@ def killed(
 
 
 def test_a_killed_run_goes_on_bit_for_bit(
-    run_python: Run, tmp_path: Path, variables: dict[str, str], killed: Path
+    run_script: Run, tmp_path: Path, variables: dict[str, str], killed: Path
 ) -> None:
     """Two optimizers, one fused; the scale, its counters, and random numbers too."""
     file, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     shutil.copy(killed, file)
     assert torch.load(file)["step"] == 8
-    runs = [run_python(SCRIPT, "--file", str(path), **variables) for path in (file, whole)]
+    runs = [run_script(SCRIPT, "--file", str(path), **variables) for path in (file, whole)]
     assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
     assert differences(torch.load(file), torch.load(whole)) == []
     resumed, straight = (literal_eval(run.stdout) for run in runs)
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 def test_files_go_from_mixed_precision_to_plain_torch_and_back(
-    run_python: Run, tmp_path: Path, variables: dict[str, str], killed: Path
+    run_script: Run, tmp_path: Path, variables: dict[str, str], killed: Path
 ) -> None:
     """The file of a mixed run loads where autoamp cannot be imported, and that one's here."""
     file, blocked = tmp_path / "run.pt", tmp_path / "blocked"
@@ -69,7 +69,7 @@ def test_files_go_from_mixed_precision_to_plain_torch_and_back(
     assert all("autoamp" in state for state in torch.load(file)["optimizers"])
     blocked.mkdir()
     (blocked / "autoamp.py").write_text("raise ImportError('not here')\n")
-    plainly = run_python(
+    plainly = run_script(
         SCRIPT,
         *("--file", str(file), "--steps", "12"),
         pythonpath=(blocked,),
@@ -81,7 +81,7 @@ def test_files_go_from_mixed_precision_to_plain_torch_and_back(
     states = torch.load(file)["optimizers"]
     assert [set(state) for state in states] == [{"state", "param_groups"}] * 2
 
-    mixed = run_python(SCRIPT, "--file", str(file), **variables)
+    mixed = run_script(SCRIPT, "--file", str(file), **variables)
     assert mixed.returncode == 0, mixed.stderr
     assert list(literal_eval(mixed.stdout)) == [12, 13, 14, 15]
     assert "autoamp: 8 regions, " in mixed.stderr
@@ -115,7 +115,7 @@ for action, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 def test_distributed_checkpoints_go_both_ways(
-    run_python: Run, tmp_path: Path, variables: dict[str, str]
+    run_script: Run, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     """`torch.distributed.checkpoint` demands every key of the dict that it fills: also of one
     written without autoamp, in a process that has a scale to fill."""
@@ -124,7 +124,7 @@ def test_distributed_checkpoints_go_both_ways(
     steadily = {**variables, "AUTO_MIXED_PRECISION": str(policy)}
 
     def run(*actions: str, **variables: str) -> str:
-        result = run_python(DISTRIBUTED, *actions, **variables)
+        result = run_script(DISTRIBUTED, *actions, **variables)
         assert result.returncode == 0, result.stderr
         out: str = result.stdout
         return out
