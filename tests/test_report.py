@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,22 +65,27 @@ model(model(torch.ones(1, 4)))
 SUMMARY = "autoamp: 2 regions, 0 steps taken, 0 skipped, final loss scale 65536"
 
 
+def look(process: subprocess.CompletedProcess[str], folder: Path) -> SimpleNamespace:
+    path = folder / "run.json"
+    return SimpleNamespace(
+        code=process.returncode,
+        stdout=process.stdout,
+        stderr=process.stderr.splitlines(),
+        report=json.loads(path.read_text()) if path.exists() else None,
+        left=sorted(entry.name for entry in folder.iterdir()),
+    )
+
+
 @pytest.fixture
-def run(run_python, tmp_path):
+def run(run_script, tmp_path):
     """Run a script: its `code`, `stdout`, lines of `stderr`, and the `report` it left, if any."""
+    return lambda script, **variables: look(run_script(script, **variables), tmp_path)
 
-    def start(script: str, **variables: str) -> SimpleNamespace:
-        process = run_python(script, **variables)
-        path = tmp_path / "run.json"
-        return SimpleNamespace(
-            code=process.returncode,
-            stdout=process.stdout,
-            stderr=process.stderr.splitlines(),
-            report=json.loads(path.read_text()) if path.exists() else None,
-            left=sorted(entry.name for entry in tmp_path.iterdir()),
-        )
 
-    return start
+@pytest.fixture
+def start(run_python, tmp_path):
+    """The same in a new interpreter, for how that starts and ends."""
+    return lambda script, **variables: look(run_python(script, **variables), tmp_path)
 
 
 def start_line(found: SimpleNamespace, what: str) -> str:
@@ -184,8 +190,8 @@ def test_a_process_that_runs_no_model_says_nothing_and_reports_that(run):
     assert found.report["active"] is True
 
 
-def test_a_process_that_never_imports_torch_leaves_nothing(run):
-    found = run("print('done')", **FP16, **FILE)
+def test_a_process_that_never_imports_torch_leaves_nothing(start):
+    found = start("print('done')", **FP16, **FILE)
     assert (found.code, found.stdout, found.stderr) == (0, "done\n", [])
     assert found.left == ["script.py"]
 
@@ -204,10 +210,10 @@ def test_an_unset_variable_leaves_no_report(run):
     ],
     ids=["exception", "exit code", "Ctrl-C"],
 )
-def test_the_report_is_written_however_the_script_ends(run, end, code, last):
+def test_the_report_is_written_however_the_script_ends(start, end, code, last):
     # For the lists of `default` in FP16 on a CPU torch loads Dynamo, which imports modules at exit;
     # and that makes Python forget, with or without autoamp, that it was Ctrl-C.
-    found = run(EVALUATE + end, **{**FP16, "AUTO_MIXED_PRECISION": "torch"}, **FILE)
+    found = start(EVALUATE + end, **{**FP16, "AUTO_MIXED_PRECISION": "torch"}, **FILE)
     assert found.code == code
     assert (found.report["active"], found.report["regions"]) == (True, 2)
     *said, summary = found.stderr
