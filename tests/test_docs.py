@@ -96,8 +96,8 @@ def test_files_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("python"))
-def test_code_runs(page: str, text: str, run_python) -> None:
-    result = run_python("import torch\nmodel, x = torch.nn.Linear(2, 2), torch.ones(1, 2)\n" + text)
+def test_code_runs(page: str, text: str, run_script) -> None:
+    result = run_script("import torch\nmodel, x = torch.nn.Linear(2, 2), torch.ones(1, 2)\n" + text)
     assert result.returncode == 0, result.stderr
 
 

@@ -580,7 +580,7 @@ def test_a_model_with_hooks_pickles_as_without_autoamp(mixed):
     assert type(next(iter(pickle.loads(saved())._forward_hooks.values()))) is type(first)
 
 
-def test_a_saved_model_with_hooks_loads_where_there_is_no_autoamp(mixed, tmp_path, run_python):
+def test_a_saved_model_with_hooks_loads_where_there_is_no_autoamp(mixed, tmp_path, run_script):
     hooks = """
         import torch
         from torch import nn
@@ -598,7 +598,7 @@ def test_a_saved_model_with_hooks_loads_where_there_is_no_autoamp(mixed, tmp_pat
                 return self.layer(x)
     """
     (tmp_path / "hooks.py").write_text("\n".join(line[8:] for line in hooks.splitlines()))
-    done = run_python(
+    done = run_script(
         "import torch, hooks\n"
         "model = torch.nn.Sequential(torch.nn.Linear(2, 2), hooks.Own(), torch.nn.Linear(2, 2))\n"
         "model[0].register_forward_hook(hooks.note)\n"
@@ -611,7 +611,7 @@ def test_a_saved_model_with_hooks_loads_where_there_is_no_autoamp(mixed, tmp_pat
     )
     assert "1 region" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
-    done = run_python(
+    done = run_script(
         "import torch, hooks\n"
         "import sys\n"
         "for name in [name for name in sys.modules if name.startswith('autoamp')]:\n"

@@ -492,7 +492,7 @@ def test_fx_sees_the_function_that_the_script_sees(mixed):
 # --- what the user keeps -------------------------------------------------------------------------
 
 
-def test_what_is_pickled_while_active_loads_where_there_is_no_autoamp(mixed, run_python, tmp_path):
+def test_what_is_pickled_while_active_loads_where_there_is_no_autoamp(mixed, run_script, tmp_path):
     mixed()
     model = small()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -512,7 +512,7 @@ def test_what_is_pickled_while_active_loads_where_there_is_no_autoamp(mixed, run
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     model.eval()
-    result = run_python(
+    result = run_script(
         "import sys\n"
         "sys.modules['autoamp'] = None\n"
         "import pickle, torch, torch.nn.functional as F\n"

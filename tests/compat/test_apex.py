@@ -134,12 +134,12 @@ print("amp", {{"loss_scaler0": {{"loss_scale": state.get("scale"),
 
 
 @pytest.fixture
-def nets(tmp_path, run_python) -> Callable[..., Any]:
-    """`run_python` where the module `nets` can be imported; the script has to succeed."""
+def nets(tmp_path, run_script) -> Callable[..., Any]:
+    """`run_script` where the module `nets` can be imported; the script has to succeed."""
     (tmp_path / "nets.py").write_text(NETS)
 
     def run(script: str, *arguments: str, **variables: str) -> Any:
-        done = run_python(script, *arguments, **variables)
+        done = run_script(script, *arguments, **variables)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -221,9 +221,9 @@ def test_a_resumed_script_goes_on_as_if_it_had_never_stopped(nets, lines_of):
     assert [*first[:3], *second] == whole
 
 
-def test_without_the_variable_the_script_fails_as_before(nets, run_python):
+def test_without_the_variable_the_script_fails_as_before(nets, run_script):
     for variables in ({}, {"AUTO_MIXED_PRECISION": "0"}):
-        done = run_python("import apex", **variables)
+        done = run_script("import apex", **variables)
         assert "ModuleNotFoundError: No module named 'apex'" in done.stderr
 
 
@@ -935,7 +935,7 @@ def package(folder: Any, files: dict[str, str]) -> Any:
     return folder / "site"
 
 
-def test_a_real_apex_is_what_a_script_gets_and_autoamp_stands_aside(tmp_path, run_python):
+def test_a_real_apex_is_what_a_script_gets_and_autoamp_stands_aside(tmp_path, run_script):
     site = package(
         tmp_path,
         {
@@ -945,7 +945,7 @@ def test_a_real_apex_is_what_a_script_gets_and_autoamp_stands_aside(tmp_path, ru
             "def scale_loss(loss, optimizer): return 'real'\n",
         },
     )
-    done = run_python(
+    done = run_script(
         "import torch, apex\nfrom apex import amp\n"
         "model = torch.nn.Linear(2, 2)\n"
         "assert amp.initialize(model) == amp.scale_loss(0, 0) == 'real'\n"
@@ -960,7 +960,7 @@ def test_a_real_apex_is_what_a_script_gets_and_autoamp_stands_aside(tmp_path, ru
     assert "0 regions" in done.stderr
 
 
-def test_a_young_apex_gets_what_was_deleted_from_it_and_keeps_its_own(tmp_path, run_python):
+def test_a_young_apex_gets_what_was_deleted_from_it_and_keeps_its_own(tmp_path, run_script):
     site = package(
         tmp_path,
         {
@@ -969,7 +969,7 @@ def test_a_young_apex_gets_what_was_deleted_from_it_and_keeps_its_own(tmp_path, 
             "apex/other.py": "",
         },
     )
-    done = run_python(
+    done = run_script(
         "import torch, apex, apex.other, autoamp, sys\n"
         "amp = apex.amp\n"
         "assert apex.__file__.startswith(sys.argv[1])\n"
@@ -990,7 +990,7 @@ def test_a_young_apex_gets_what_was_deleted_from_it_and_keeps_its_own(tmp_path, 
     assert done.returncode == 0, done.stderr
 
 
-def test_an_old_apex_that_cannot_be_imported_any_more_is_stood_in_for(tmp_path, run_python):
+def test_an_old_apex_that_cannot_be_imported_any_more_is_stood_in_for(tmp_path, run_script):
     site = package(
         tmp_path,
         {
@@ -998,7 +998,7 @@ def test_an_old_apex_that_cannot_be_imported_any_more_is_stood_in_for(tmp_path, 
             "apex/amp/__init__.py": "from torch._six import string_classes",
         },
     )
-    done = run_python(
+    done = run_script(
         "import torch\nfrom apex import amp\n"
         "model = amp.initialize(torch.nn.Linear(2, 2))\nmodel(torch.ones(1, 2))\n",
         pythonpath=(site,),
@@ -1011,9 +1011,9 @@ def test_an_old_apex_that_cannot_be_imported_any_more_is_stood_in_for(tmp_path, 
     assert "1 region" in done.stderr
 
 
-def test_folders_called_apex_stay_what_they_are(tmp_path, run_python):
+def test_folders_called_apex_stay_what_they_are(tmp_path, run_script):
     site = package(tmp_path, {"apex/legends.py": "name = 'wraith'"})
-    done = run_python(
+    done = run_script(
         "import torch\nfrom apex.legends import name\nfrom apex import amp\nprint(name)\n",
         pythonpath=(site,),
         **FP16,

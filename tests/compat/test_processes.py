@@ -46,9 +46,9 @@ if __name__ == "__main__":
 """
 
 
-def test_data_workers_give_float32_and_say_nothing(run_python: Any) -> None:
+def test_data_workers_give_float32_and_say_nothing(run_script: Any) -> None:
     for method in ("fork", "spawn"):
-        result = run_python(WORKERS, method, **MIXED)
+        result = run_script(WORKERS, method, **MIXED)
         assert result.stdout == "right\n", result.stderr
         said = result.stderr.splitlines()
         assert [line.split(" on:")[0] for line in said[:-1]] == ["autoamp 0.1.0"], said
@@ -102,8 +102,8 @@ if __name__ == "__main__":
 """
 
 
-def test_hogwild_training_and_pools_of_threads_and_processes(run_python: Any) -> None:
-    result = run_python(HOGWILD, **MIXED)
+def test_hogwild_training_and_pools_of_threads_and_processes(run_script: Any) -> None:
+    result = run_script(HOGWILD, **MIXED)
     assert result.stdout == "right\n", result.stderr
 
 
@@ -134,10 +134,10 @@ def test_autoamp_is_on():
 """
 
 
-def test_a_suite_of_the_user_s_own_passes(run_python: Any, tmp_path: Any) -> None:
+def test_a_suite_of_the_user_s_own_passes(run_script: Any, tmp_path: Any) -> None:
     (tmp_path / "test_mine.py").write_text(SUITE)
     script = "import sys, pytest; sys.exit(pytest.main(['-q', '-W', 'error', 'test_mine.py']))"
-    result = run_python(script, **MIXED)
+    result = run_script(script, **MIXED)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "3 passed" in result.stdout
 

@@ -478,9 +478,9 @@ print("as in eager")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_code_follows_the_policy(run_python: Any, tmp_path: Path, backend: str) -> None:
+def test_compiled_code_follows_the_policy(run_script: Any, tmp_path: Path, backend: str) -> None:
     (tmp_path / "moved.yaml").write_text(POLICY)
-    found = run_python(
+    found = run_script(
         SCRIPT,
         backend,
         pythonpath=(HERE.parents[1],),
