@@ -96,7 +96,8 @@ def run_python(python_in: Callable[[Path], Run], tmp_path: Path) -> Run:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """`warm(script, *arguments, cwd=folder, env=variables)`: in a child of a process with torch."""
-    said = [tmp_path_factory.mktemp("warm") / name for name in ("stdout", "stderr")]
+    folder = tmp_path_factory.mktemp("warm")
+    said = [folder / name for name in ("stdout", "stderr")]
     command = [sys.executable, Path(__file__).with_name("warm.py"), *said]
     off = _environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     pipe = subprocess.PIPE
