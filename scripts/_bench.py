@@ -15,12 +15,44 @@ from dataclasses import dataclass, field
 Samples = dict[str, list[float]]
 clock: Callable[[], float] = time.perf_counter
 """Seconds; `scripts/bench --busy` sets it to `cpu_seconds`."""
+device = "cpu"
+"""Where the rows' models are; `--device`."""
+is_small = False
+"""Whether the rows are made small; `--small`."""
+sample_seconds = 0.1
+"""How long a sample lasts at least; `--quick` sets it to 0: one step."""
+left_out: list[dict[str, str]] = []
+"""What this machine cannot run, and why: `row`, `what`, `reason`."""
 
 
 def cpu_seconds() -> float:
     """What this process and the children that it has waited for have computed so far."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def leave_out(row: str, what: str, reason: object) -> None:
+    """Say that something cannot be measured here."""
+    left_out.append({"row": row, "what": what, "reason": str(reason).partition("\n")[0]})
+    print(*left_out[-1].values(), sep=": ", flush=True)
+
+
+def stopwatch() -> Callable[[], float]:
+    """Starts, and gives what tells the seconds since: on CUDA, by events, those of the device."""
+    if device == "cpu":
+        started = clock()
+        return lambda: clock() - started
+    import torch
+
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+
+    def seconds() -> float:
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

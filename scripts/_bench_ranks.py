@@ -9,6 +9,7 @@ interfaces between them is throttled by a token bucket, and their counters tell 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import _bench
@@ -24,6 +25,8 @@ import _bench_training as training
 import torch
 import torch.distributed as dist
 from _bench import Finding, Samples, interleave, ratios
+from _bench_tasks import Fit, Task, Workload, mlp
+from _bench_ways import AGAIN, HAND, TORCH, VARIANTS, Way
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -38,10 +41,11 @@ LINK_STEPS = 3
 NAMES = ("autoamp-bench-0", "autoamp-bench-1")
 
 
-def wide() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def wide(way: Way) -> Task:
     """Four layers of 1,024 on a batch of 16: some milliseconds of arithmetic."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    return nn.Sequential(*layers), torch.randn(16, 1024), torch.randn(16, 1024)
+    target, x = torch.randn(2, 16, 1024).unbind()
+    return Fit(way, nn.Sequential(*layers), F.mse_loss, target, x)
 
 
 def heavy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -50,9 +54,10 @@ def heavy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, torch.arange(4), torch.randn(4, 1)
 
 
+TARGET = {(TORCH, HAND): 1.02}
 COSTS = {
-    "mlp": training.Workload(training.mlp, F.mse_loss, 20, 1.02),
-    "wide": training.Workload(wide, F.mse_loss, 20, 1.02),
+    "mlp": Workload(mlp, 20, TARGET),
+    "wide": Workload(wide, 20, TARGET),
 }
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -64,10 +69,10 @@ def compare(world: int, rounds: int | None) -> Iterator[Finding]:
             kind = "cost, busy" if _bench.clock is _bench.cpu_seconds else "cost"
             samples = _start(world, [kind, name, word, str(rounds or workload.rounds)])
             for what, above, target in (
-                ("autoamp / hand-written", "autoamp", workload.target),
-                ("hand-written / itself: the noise", training.AGAIN, None),
+                ("autoamp / hand-written", TORCH, workload.targets[TORCH, HAND]),
+                ("hand-written / itself: the noise", AGAIN, None),
             ):
-                values = ratios(samples, above, training.HAND)
+                values = ratios(samples, above, HAND)
                 yield Finding(f"{name} {word} x{world}", what, "x", values, target)
     for word in DTYPES:
         samples = _start(world, ["loss", "teacher", word, str(rounds or 10)])
@@ -167,26 +172,40 @@ def main(rank: int, world: int, folder: str, kind: str, name: str, word: str, ro
 class Shared(training.Training):
     """A training whose model is shared; each sample begins when all are there."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
-        self.model = DistributedDataParallel(self.model)
-
     def sample(self) -> float:
         """Seconds a step."""
         dist.barrier()
         return super().sample()
 
 
+def shared(make: Callable[[str, torch.dtype], Way]) -> Callable[[str, torch.dtype], Way]:
+    """Ways whose models are DDP's."""
+
+    def way(device: str, dtype: torch.dtype) -> Way:
+        made = make(device, dtype)
+        setup = made.setup
+
+        def setup_shared(model: nn.Module, optimizer: object = None) -> tuple[object, object]:
+            model, optimizer = setup(model, optimizer)
+            return DistributedDataParallel(model), optimizer
+
+        made.setup = setup_shared
+        return made
+
+    return way
+
+
 def cost(name: str, dtype: torch.dtype, rounds: int) -> Samples:
-    """Seconds a step of each variant but float32 and pure half."""
-    wanted = (training.HAND, "autoamp", training.AGAIN)
-    variants = {key: training.VARIANTS[dtype][key] for key in wanted}
-    trainings = {key: Shared(COSTS[name], variant, dtype) for key, variant in variants.items()}
-    training._check({key: one.first_losses() for key, one in trainings.items()})
-    seconds = torch.tensor(trainings[training.HAND].sample())
+    """Seconds a step of hand-written code, twice, and of autoamp."""
+    trainings = {}
+    for key in (HAND, TORCH, AGAIN):
+        variant = dataclasses.replace(VARIANTS[key], way=shared(VARIANTS[key].way))
+        trainings[key] = Shared(COSTS[name], variant, dtype)
+    training.check({key: one.first_losses() for key, one in trainings.items()}, 0.05)
+    seconds = torch.tensor(trainings[HAND].sample())
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     for one in trainings.values():
-        one.steps = max(FIRST, math.ceil(training.SECONDS / seconds.item()))
+        one.steps = max(FIRST, math.ceil(_bench.sample_seconds / seconds.item()))
     return interleave({key: one.sample for key, one in trainings.items()}, rounds)
 
 
