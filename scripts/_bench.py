@@ -20,7 +20,7 @@ device = "cpu"
 is_small = False
 """Whether the rows are made small; `--small`."""
 sample_seconds = 0.1
-"""How long a sample lasts at least; `--quick` sets it to 0: one step."""
+"""How long a sample lasts at least; `--small` halves it, `--quick` sets it to 0: one step."""
 left_out: list[dict[str, str]] = []
 """What this machine cannot run, and why: `row`, `what`, `reason`."""
 

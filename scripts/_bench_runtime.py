@@ -1,30 +1,33 @@
-"""What the runtime itself costs, call by call: for information, to see where the time goes."""
+"""What the runtime itself costs, call by call: for information, to see where the time goes.
+
+A sample is the time of many calls, on one thread, less that of as many plain ones in the same
+round; the tensors are so small that torch's own work is dispatch.
+"""
 
 from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import _bench
 import torch
 from _bench import Finding, differences, interleave, ratios
+from _bench_ways import switched
 from torch import nn
 from torch.nn import functional as F
 
-import autoamp
 from autoamp import activation, backward
 
 CALLS = 500
-SINGLE, X, WEIGHT = torch.ones(1), torch.ones(1, 16), torch.ones(16, 16)
-
-
-HALF = torch.ones(16, dtype=torch.bfloat16)
 MODULES = 1000
+SINGLE, X, WEIGHT = torch.ones(1), torch.ones(1, 16), nn.Parameter(torch.ones(16, 16))
+HALF = torch.ones(16, dtype=torch.bfloat16)
 POLICIES: Mapping[str, str] = {
     "torch": "extends: torch",
+    "kept": "extends: torch\noutputs: keep",
     "override": "ops: {float32: {add: [exp]}}",
     "rules": "modules:\n"
     + "".join(f'- {{name: "{index}", precision: lower}}\n' for index in range(MODULES)),
@@ -43,6 +46,13 @@ class Same(nn.Module):
         return x
 
 
+class Holds(Same):
+    """Gives back a half tensor of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return HALF
+
+
 class Exponentials(Same):
     """Calls one op many times, inside a region."""
 
@@ -52,10 +62,12 @@ class Exponentials(Same):
         return x
 
 
-same, exponentials = Same(), Exponentials()
+same, holds, exponentials = Same(), Holds(), Exponentials()
 layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(MODULES)))
 calls = nn.Sequential(*(Same() for _ in range(MODULES)))
-optimizer = torch.optim.SGD(same.parameters(), lr=0.1)  # no gradients: nothing to do
+weight = nn.Parameter(torch.ones(1))
+idle = torch.optim.SGD(same.parameters(), lr=0.1)  # no gradients: nothing to do
+busy = torch.optim.SGD([weight], lr=0.0)
 
 
 def call_module() -> None:
@@ -63,20 +75,63 @@ def call_module() -> None:
         same(SINGLE)
 
 
-def call_module_in_autocast() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        call_module()
+def call_module_by_hand() -> None:
+    for _ in range(CALLS):
+        with torch.autocast("cpu", torch.bfloat16):
+            same(SINGLE)
+
+
+def call_holding() -> None:
+    for _ in range(CALLS):
+        holds(SINGLE)
+
+
+def cast() -> None:
+    for _ in range(CALLS):
+        HALF.float()
+
+
+def call_functional() -> None:
+    for _ in range(CALLS):
+        F.linear(X, WEIGHT)
+
+
+def call_functional_by_hand() -> None:
+    for _ in range(CALLS):
+        with torch.autocast("cpu", torch.bfloat16):
+            F.linear(X, WEIGHT)
 
 
 def call_functional_in_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(CALLS):
-            F.linear(X, WEIGHT)
+        call_functional()
+
+
+def run_backward() -> None:
+    for _ in range(CALLS):
+        weight.grad = None
+        (weight * 2).backward()
+
+
+def run_backward_and_step() -> None:
+    for _ in range(CALLS):
+        busy.zero_grad()
+        (weight * 2).backward()
+        busy.step()
+
+
+def run_backward_and_step_by_hand() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(CALLS):
+        busy.zero_grad()
+        scaler.scale(weight * 2).backward()
+        scaler.step(busy)
+        scaler.update()
 
 
 def step_optimizer() -> None:
     for _ in range(CALLS):
-        optimizer.step()
+        idle.step()
 
 
 def call_exponentials() -> None:
@@ -87,77 +142,105 @@ def call_many() -> None:
     calls(SINGLE)
 
 
+def call_many_by_hand() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        calls(SINGLE)
+
+
 def train_many() -> None:
     layers(X).sum().backward()
 
 
-def enter_autocast() -> None:
-    for _ in range(CALLS):
-        with torch.autocast("cpu", torch.bfloat16):
-            same(SINGLE)
+Run = tuple[Callable[[], None], str | None]
+"""A function, and the policy that it runs under, None without autoamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`with_it` takes so much longer than `without` a call; both under a policy, or without."""
+    """`with_it` takes so much longer than `without` a call, which is the plain one."""
 
     what: str
-    with_it: tuple[Callable[[], None], str | None]
-    without: tuple[Callable[[], None], str | None]
+    with_it: Run
+    without: Run
+    count: int = CALLS
+    dtype: torch.dtype = torch.bfloat16
     target: float | None = None
 
 
 COSTS = (
-    Cost(
-        "nested module call",
-        (call_module_in_autocast, "torch"),
-        (call_module_in_autocast, None),
-    ),
+    Cost("outermost module call: a region", (call_module, "torch"), (call_module, None)),
+    Cost("the same by hand", (call_module_by_hand, None), (call_module, None)),
+    Cost("output cast, with its look", (call_holding, "torch"), (call_holding, "kept")),
+    Cost("the same by hand: `float()`", (cast, None), (int, None)),
+    Cost("nested module call", (call_many, "torch"), (call_many_by_hand, None), MODULES),
+    Cost("the same, each with a rule", (call_many, "rules"), (call_many_by_hand, None), MODULES),
     Cost(
         "functional call inside a region",
         (call_functional_in_autocast, "torch"),
         (call_functional_in_autocast, None),
     ),
-    Cost("region, entry and exit", (call_module, "torch"), (call_module, None)),
-    Cost("for comparison: `with torch.autocast`", (enter_autocast, None), (call_module, None)),
+    Cost(
+        "functional call outside any module",
+        (call_functional, "torch"),
+        (call_functional, None),
+    ),
+    Cost("the same by hand", (call_functional_by_hand, None), (call_functional, None)),
     Cost(
         "one op that the policy moves",
         (call_exponentials, "override"),
         (call_exponentials, "torch"),
-        12.0,
+        target=12_000,
+    ),
+    Cost("backward of a graph of one op", (run_backward, "torch"), (run_backward, None)),
+    Cost("gate of an optimizer step, idle", (step_optimizer, "torch"), (step_optimizer, None)),
+    Cost(
+        "backward of one op, and step: scaled, gated",
+        (run_backward_and_step, "torch"),
+        (run_backward_and_step, None),
+        dtype=torch.float16,
     ),
     Cost(
-        "gate of an optimizer step, no scaling", (step_optimizer, "torch"), (step_optimizer, None)
+        "the same by hand: a `GradScaler`",
+        (run_backward_and_step_by_hand, None),
+        (run_backward_and_step, None),
+        dtype=torch.float16,
     ),
 )
 
 
-def runtime(rounds: int | None) -> list[Finding]:
-    """Each of the `COSTS`, in microseconds, and the walk through a graph."""
-    rounds, findings, threads = rounds or 40, [], torch.get_num_threads()
+def runtime(rounds: int | None) -> Iterator[Finding]:
+    """Each of the `COSTS`, in nanoseconds, beside what the plain call takes; and the walk through a
+    graph.
+    """
+    rounds, threads = rounds or 40, torch.get_num_threads()
     torch.set_num_threads(1)
     for cost in COSTS:
-        subjects = {"with": _timed(*cost.with_it), "without": _timed(*cost.without)}
-        values = differences(interleave(subjects, rounds), "with", "without", 1e6 / CALLS)
-        findings.append(Finding("runtime", cost.what, "us", values, cost.target))
-    findings += [*_graph_walk(rounds), _module_rules(rounds)]
+        subjects = {
+            name: _timed(*run, cost.dtype)
+            for name, run in (("with", cost.with_it), ("without", cost.without))
+        }
+        samples = interleave(subjects, rounds)
+        row = "runtime {}".format(str(cost.dtype).removeprefix("torch."))
+        added = differences(samples, "with", "without", 1e9 / cost.count)
+        yield Finding(row, cost.what, "ns", added, cost.target)
+        plain = [seconds * 1e9 / cost.count for seconds in samples["without"]]
+        yield Finding(row, f"{cost.what}, plain", "ns", plain)
+    yield from _graph_walk(rounds)
+    yield _module_rules(rounds)
     torch.set_num_threads(threads)
-    return findings
 
 
-def _timed(function: Callable[[], None], policy: str | None) -> Callable[[], float]:
+def _timed(
+    function: Callable[[], None], policy: str | None, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], float]:
     def sample() -> float:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "policy.yaml")
             path.write_text(POLICIES[policy or "torch"])
-            autoamp.enable(str(path))
-        if policy is None:
-            autoamp.disable()
-        try:
-            function()
-            return _seconds(function)
-        finally:
-            autoamp.disable()
+            with switched(str(path), dtype, stays=policy is not None):
+                same(SINGLE)  # the first region decides whether losses are scaled
+                function()
+                return _seconds(function)
 
     return sample
 
@@ -181,11 +264,10 @@ def _module_rules(rounds: int) -> Finding:
 def _graph_walk(rounds: int) -> list[Finding]:
     """How long it takes to find the 160 leaves of 80 linear layers, as FP16 does each backward."""
     model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(80))), torch.randn(8, 16)
-    autoamp.enable("torch")
-    session = activation.session()
-    assert session is not None
-    loss = model(x).sum()
-    autoamp.disable()
+    with switched("torch", torch.bfloat16):
+        session = activation.session()
+        assert session is not None
+        loss = model(x).sum()
     found = len(backward._leaves(session, (loss,), ()))
     assert found == 160, found
 

@@ -50,7 +50,10 @@ class Training:
         self.way = variant.way(_bench.device, dtype)
         self.task = workload.make(self.way)
         self.switch = functools.partial(
-            switched, variant.policy, dtype if variant.is_forced else None
+            switched,
+            variant.policy or "torch",
+            dtype if variant.is_forced else None,
+            stays=variant.policy is not None,
         )
         self.times_part = bool(workload.part)
         self.steps = 1

@@ -183,18 +183,18 @@ def variants(dtype: torch.dtype) -> dict[str, Variant]:
 
 
 @contextlib.contextmanager
-def switched(policy: str | None, dtype: torch.dtype | None) -> Iterator[None]:
+def switched(policy: str, dtype: torch.dtype | None, stays: bool = True) -> Iterator[None]:
     """autoamp on with this policy, or just switched on and off again: in both cases torch's classes
     have changed. `dtype` forces it; without, autoamp decides.
     """
     os.environ.pop(VARIABLE, None)
     if dtype is not None:
         os.environ[VARIABLE] = str(dtype).removeprefix("torch.")
-    autoamp.enable(policy or "torch")
-    if policy is None:
+    autoamp.enable(policy)
+    if not stays:
         autoamp.disable()
     try:
         yield
     finally:
-        if policy is not None:
+        if stays:
             autoamp.disable()
