@@ -76,9 +76,13 @@ class Finding:
         return low, median, high
 
     @property
-    def is_missed(self) -> bool:
-        """Whether there is a target and the median is above it."""
-        return self.target is not None and self.quartiles[1] > self.target
+    def verdict(self) -> str:
+        """`held` or `missed`, by the median; a `?` where the quartiles are on both sides."""
+        if self.target is None:
+            return ""
+        low, median, high = self.quartiles
+        word = "held" if median <= self.target else "missed"
+        return f"{word}?" if low <= self.target < high else word
 
     def as_json(self) -> dict[str, object]:
         """The keys that the docstring of `scripts/bench` lists."""

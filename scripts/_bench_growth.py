@@ -47,7 +47,7 @@ def growth(rounds: int | None) -> Iterator[Finding]:
     for dtype in BOTH:
         row = "growth {}".format(str(dtype).removeprefix("torch."))
         found = {}
-        for count in COUNTS[: 3 if _bench.is_small and not _bench.sample_seconds else None]:
+        for count in COUNTS:
             added = _added(count, dtype, rounds or 12)
             found[count] = [seconds / count for seconds in added]
             what = f"{count:,} modules: added to a"
