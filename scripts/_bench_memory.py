@@ -65,6 +65,8 @@ def main(name: str, kind: str, device: str, is_small: str, threads: str) -> None
     gc.collect()
     if device == "cpu":
         RESET.write_text("5")  # the peak is what is held now (man 5 proc)
+    else:
+        torch.cuda.reset_peak_memory_stats()
     before = _peak_of_process()
     workload = WORKLOADS[name]
     if _bench.is_small:

@@ -47,8 +47,8 @@ def _place(prefix: str, finding: Finding) -> tuple[str, str]:
         column = "added" if what == finding.what else "the plain call"
         return f"{what} ({row})" if row else what, column
     if prefix == "growth ":
-        count, _, of = finding.what.partition(": added to a ")
-        return f"{count} ({row})", f"added to a {of}" if of else "ratio"
+        count, _, what = finding.what.partition(": ")
+        return f"{count} ({row})", what
     return row, _comparison(finding) or finding.what
 
 

@@ -108,5 +108,5 @@ def test_growth_is_told_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_bench_growth, "COUNTS", (10, 100))
     findings = list(_bench_growth.growth(1))
     assert [finding.row for finding in findings] == [
-        f"growth {word}" for word in ("bfloat16", "float16") for _ in range(5)
+        f"growth {word}" for word in ("bfloat16", "float16") for _ in range(8)
     ]
