@@ -10,16 +10,16 @@ from _bench_training import COMPARISONS
 WORDS = {"bfloat16": "BF16", "float16": "FP16"}
 
 
+PREFIXES = ("memory ", "runtime", "growth ")
+
+
 def tables(findings: list[Finding]) -> str:
-    """One for each kind of finding there is."""
-    ratios = [one for one in findings if _comparison(one) is not None]
-    others = [one for one in findings if one not in ratios]
-    kinds = {
-        "": ratios,
-        "memory ": [one for one in others if one.row.startswith("memory ")],
-        "runtime": [one for one in others if one.row.startswith("runtime")],
-        "growth ": [one for one in others if one.row.startswith("growth ")],
-    }
+    """One for each kind of finding that has one: the ratios, and those of the `PREFIXES`."""
+    kinds: dict[str, list[Finding]] = {prefix: [] for prefix in ("", *PREFIXES)}
+    for finding in findings:
+        prefix = next((prefix for prefix in PREFIXES if finding.row.startswith(prefix)), "")
+        if prefix or _comparison(finding):
+            kinds[prefix].append(finding)
     return "\n".join(_table(prefix, those) for prefix, those in kinds.items() if those)
 
 
@@ -54,7 +54,7 @@ def _place(prefix: str, finding: Finding) -> tuple[str, str]:
 
 def _cell(finding: Finding) -> str:
     low, median, high = (f"{value:,.{_digits(finding)}f}" for value in finding.quartiles)
-    unit = "" if finding.unit == "x" else f" {finding.unit}"
+    unit = "" if finding.unit in ("", "x") else f" {finding.unit}"
     spread = "" if len(finding.values) == 1 else f" [{low}, {high}]"
     target = "" if finding.target is None else f" {finding.verdict}"
     return f"{median}{unit}{spread}{target}"
