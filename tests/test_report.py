@@ -15,7 +15,7 @@ import torch
 
 import autoamp
 from autoamp import report, reportcli
-from autoamp.patches import PATCHES, halves_gradients, holds_schedulers
+from autoamp.patches import PATCHES, halves_gradients, holds_schedulers, lays_out
 
 ON = {"AUTO_MIXED_PRECISION": "1"}
 FP16 = {**ON, "AUTO_MIXED_PRECISION_DTYPE": "float16"}
@@ -118,7 +118,8 @@ def test_a_run_in_float16_is_told_in_two_lines_and_one_report(run, tmp_path):
         "owner": "autoamp",
     }
     assert [row["target"] for row in content["patches"]] == [patch.target for patch in PATCHES]
-    unasked = {p.target for p in PATCHES if p.when in (halves_gradients, holds_schedulers)}
+    others = (halves_gradients, holds_schedulers, lays_out)
+    unasked = {patch.target for patch in PATCHES if patch.when in others}
     outcomes = {row["outcome"] for row in content["patches"] if row["target"] not in unasked}
     assert outcomes <= {"applied", "absent"}
     assert content["replaced_since"] == []
