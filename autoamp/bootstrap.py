@@ -182,7 +182,8 @@ def _explain(error: BaseException) -> str:
         text = str(error)
     elif isinstance(error, ModuleNotFoundError) and error.name in DEPENDENCIES:
         text = f"{error.name} is not installed (pip install {DEPENDENCIES[error.name]})"
-    return " ".join(text.split())
+    text = " ".join(text.split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class WhenImported:

@@ -1,11 +1,19 @@
 """What autoamp raises: one base, so that one ``except`` catches it.
 
-Every message says what is wrong, where, and what to do, in that order.
+Every message says what is wrong, where, and what to do, in that order, in one line.
 """
+
+from __future__ import annotations
+
+from .spelling import printable
 
 
 class AutoampError(Exception):
     """The base of every error that autoamp raises on purpose."""
+
+    def __str__(self) -> str:
+        """One line, whatever it quotes: variables and the names of files may hold anything."""
+        return printable(super().__str__())
 
 
 class SettingsError(AutoampError):

@@ -98,7 +98,9 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-_FULL_NAMES = tuple(f"{SWITCH}_{name}" for name in VARIABLES)
+_NAMES = (SWITCH, *(f"{SWITCH}_{name}" for name in VARIABLES))
+_LIKENESS = 0.94
+"""Of two spellings with one slip between them; ``USE_MIXED_PRECISION`` is somebody else's."""
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -114,11 +116,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         values["policy"] = switch
     for name in sorted(environ):
         if not name.startswith(SWITCH + "_"):
-            if (
-                name != SWITCH
-                and name.startswith("AUTO_M")
-                and (near := nearest(name, _FULL_NAMES, 0.85))
-            ):
+            if near := _misspelled(name):
                 raise SettingsError(f"{name}: unknown variable. Did you mean {near}?")
             continue
         suffix, text = name[len(SWITCH) + 1 :], environ[name].strip()
@@ -133,6 +131,14 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         except ValueError as error:
             raise SettingsError(f"{name}={text}: {error}.") from None
     return Settings(**values)
+
+
+def _misspelled(name: str) -> str | None:
+    """The variable that `name` is nearly; None for one of others, and for the switch itself."""
+    is_near = any(word in name.upper() for word in ("MIXED", "PRECISION"))
+    if not is_near or name == SWITCH or f"_{SWITCH}" in name:
+        return None
+    return nearest(name, _NAMES, _LIKENESS)
 
 
 def origin_of_policy(environ: Mapping[str, str] = os.environ) -> str:

@@ -20,7 +20,12 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"Did you mean '{near}'?" if near else f"Use one of: {', '.join(known)}."
 
 
+def printable(text: str) -> str:
+    """`text` with its line breaks and control characters as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def one_line(message: str) -> str:
     """`message`, whatever it quotes, without line breaks and not too long to be read."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    line = printable(message)
     return line if len(line) <= 600 else f"{line[:300]} … {line[-300:]}"

@@ -64,7 +64,7 @@ def compose(path: Path, asked_at: str) -> yaml.Node | None:
         where = _place(path, text[: match.start()]) if match else str(path)
         raise PolicyError(f"{where}: not valid YAML: a control character; remove it.") from None
     except RecursionError:
-        raise PolicyError(f"{path}: not a policy: nested too deeply.") from None
+        raise PolicyError(f"{path}:1:1: not a policy: nested too deeply.") from None
     return node
 
 
