@@ -31,7 +31,7 @@ from .compat import standins
 from .errors import AutoampError
 from .fusing import Fusing
 from .kernels import Kernels, Local
-from .patches import patches_for
+from .patches import patches_for, patches_for_dry_run
 from .patching import Ledger
 from .policy import Policy
 from .reporting.live import Live
@@ -124,11 +124,11 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
     opened.regions = region.Regions(opened)
     opened.gates = stepping.Gates(opened)
     try:
-        opened.ledger.apply(patches_for(policy), policy, opened)
-        for optimizer in stepping.hooked_classes():
-            opened.ledger.replace(optimizer, "step", opened.gates.gated(vars(optimizer)["step"]))
+        if asked.dry:
+            opened.ledger.apply(patches_for_dry_run(), policy, opened)
+        else:
+            _apply(opened)
         _hide_from_dynamo(opened)
-        standins.install(opened)
     except BaseException:
         _close(opened)
         raise
@@ -137,6 +137,13 @@ def _open(asked: settings.Settings, policy: Policy, door: str) -> Session:
     for entry in opened.ledger.entries:
         opened.speech.debug(f"autoamp: {entry.target}: {entry.outcome} ({entry.why})")
     return opened
+
+
+def _apply(opened: Session) -> None:
+    opened.ledger.apply(patches_for(opened.policy), opened.policy, opened)
+    for optimizer in stepping.hooked_classes():
+        opened.ledger.replace(optimizer, "step", opened.gates.gated(vars(optimizer)["step"]))
+    standins.install(opened)
 
 
 def _finish(closing: Session) -> None:

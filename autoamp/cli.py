@@ -74,6 +74,12 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument("--policy", metavar="P", help="a shipped policy's name, or a YAML file")
     parser.add_argument("--dtype", choices=DTYPES, help="this type on every device")
     parser.add_argument("--report", metavar="R.json", help="write what happened to this file")
+    parser.add_argument(
+        "--dry",
+        action="store_const",
+        const="1",
+        help="run in float32, and say at the end what mixed precision would do",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a Python module")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(call=lambda arguments: _run(parser, arguments))
@@ -155,7 +161,7 @@ def _environment(command: list[str], arguments: argparse.Namespace) -> dict[str,
         _say(f"{SWITCH}={environ[SWITCH]} outranks this command; running in float32")
     elif bootstrap.switch(environ) is None:
         environ[SWITCH] = "1"
-    for suffix in ("policy", "dtype", "report"):
+    for suffix in ("policy", "dtype", "report", "dry"):
         value = getattr(arguments, suffix)
         if value is not None:
             environ[f"{SWITCH}_{suffix.upper()}"] = value

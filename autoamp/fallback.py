@@ -128,13 +128,10 @@ class Fallback:
         is_wanted = self.rule.inspect or self._looks_for_overflow
         if not is_wanted or len(seen) >= MAX_CLASSES:
             return False
-        key: list[Any] = [module.training, torch.is_grad_enabled()]
-        for value in (*args[1:], *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                key.append((value.dtype, value.dim(), int(value.numel()).bit_length()))
-        if (known := tuple(key)) in seen:
+        kind = kind_of_call(args, kwargs)
+        if kind in seen:
             return False
-        seen.add(known)
+        seen.add(kind)
         return not is_opaque(module) and torch._C._len_torch_dispatch_stack() == 0 and is_plain()
 
     def helped(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,10 +357,21 @@ class Fallback:
         """Say and keep that a module stays in float32."""
         session = self.session
         session.demotions.append(demotion)
+        if session.dry is not None:  # told at the end
+            return
         if len(session.demotions) <= MAX_LINES:
             session.speech.notice(f"autoamp: {demotion_line(asdict(demotion))}")
         elif len(session.demotions) == MAX_LINES + 1:
             session.speech.notice("autoamp: more modules run in float32; the report names all")
+
+
+def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells calls (module, *its arguments) apart of which one is looked at: shapes, modes."""
+    kind: list[Any] = [args[0].training, torch.is_grad_enabled()]
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            kind.append((value.dtype, value.dim(), int(value.numel()).bit_length()))
+    return tuple(kind)
 
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]

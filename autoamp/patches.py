@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,7 @@ from . import (
     backward,
     checkpoints,
     contexts,
+    dryrun,
     edits,
     fixups,
     formats,
@@ -365,6 +367,28 @@ PATCHES = (
         when=fixes,
     ),
 )
+
+
+_IN_A_REGION = (
+    interop.array,
+    interop.dlpack,
+    interop.forward_hook,
+    interop.forward_pre_hook,
+    functions.function_apply,
+    fixups.set_item,
+    edits.grad_mode_set,
+    edits.block_left,
+    edits.edit,
+)
+"""What does nothing outside of regions."""
+
+
+def patches_for_dry_run() -> tuple[Patch, ...]:
+    """The rows of `PATCHES` without which calls aside would not be as in a run, and no others."""
+    calls, *others = PATCHES
+    kept = (*_IN_A_REGION, contexts.context_entered, scale)
+    rows = (patch for patch in others if patch.factory in kept)
+    return (replace(calls, factory=dryrun.module_call), *rows)
 
 
 def patches_for(policy: Policy) -> tuple[Patch, ...]:

@@ -34,6 +34,7 @@ def describe(session: Session, wait: bool = True) -> dict[str, Any]:
     scale, watch = session.loss_scale, session.watch
     if wait:
         scale.read_back()
+    dry = {} if session.dry is None else {"dry_run": session.dry.told()}
     return {
         "schema": SCHEMA,
         "autoamp": sys.modules["autoamp"].__version__,
@@ -54,7 +55,7 @@ def describe(session: Session, wait: bool = True) -> dict[str, Any]:
         "steps": {"taken": session.counts.steps + scale.taken, "skipped": scale.skipped},
         "time": watch.times() if watch is not None else dict(_NO_TIME),
         "memory": _memory(),
-        "audit": watch.audit.result if watch is not None else dict(_NO_AUDIT),
+        "audit": watch.audit.result if watch is not None and not dry else dict(_NO_AUDIT),
         "demotions": [asdict(demotion) for demotion in session.demotions],
         "stood_down": list(session.stand_down.told) if session.stand_down is not None else [],
         "patches": [
@@ -65,6 +66,7 @@ def describe(session: Session, wait: bool = True) -> dict[str, Any]:
             {"op": k.op, "device": k.device, "list": k.category, "why": k.why}
             for k in session.kernels.registered
         ],
+        **dry,
     }
 
 
@@ -240,7 +242,8 @@ def finish(session: Session) -> None:
         return
     content = {**describe(session), "finished": True}
     if speaks and session.speech.has_spoken:
-        session.speech.notice(summary(content))
+        for line in last_lines(content):
+            session.speech.notice(line)
     path = session.settings.report
     if path and (problem := _save_mine(path, content, session)):
         session.speech.notice(f"autoamp: AUTO_MIXED_PRECISION_REPORT={path}: {problem}")
@@ -331,6 +334,11 @@ def _make_page(data: str, page: str) -> str:
     return f"no page made: {last.removeprefix('autoamp report: ')}"
 
 
+def last_lines(content: dict[str, Any]) -> list[str]:
+    """What is said at exit, from the report's content."""
+    return _of_a_dry_run(content) if "dry_run" in content else [summary(content)]
+
+
 def summary(content: dict[str, Any]) -> str:
     """The exit line, from the report's content."""
     steps, scale = content["steps"], content["loss_scale"]
@@ -344,7 +352,36 @@ def summary(content: dict[str, Any]) -> str:
     return line
 
 
-def demotion_line(demotion: Mapping[str, Any]) -> str:
+def _of_a_dry_run(content: dict[str, Any]) -> list[str]:
+    dry = content["dry_run"]
+    looked = f"{_count(dry['calls'], 'first call')} of models looked at"
+    lines = [f"dry run: the script ran in float32; {looked}"]
+    for op in dry["ops"]:
+        listed = f"list {op['list']}" if op["list"] else "no list"
+        where = f"({listed}) in {_some(op['modules'])}"
+        lines.append(
+            f"would run in {op['dtype']} on {op['device']}: {op['op']} x{op['count']:,} {where}"
+        )
+    lines += [demotion_line(d, "would run in float32") for d in content["demotions"]]
+    aside: dict[str, list[str]] = {}
+    for device, decision in content["devices"].items():
+        if decision["dtype"] == "off":
+            aside.setdefault(decision["why"], []).append(device)
+    lines += [f"would stand aside on {', '.join(on)}: {why}" for why, on in aside.items()]
+    lines += [f"not looked at: {what}" for what in dry["not_looked_at"]]
+    return [f"autoamp: {line}" for line in lines]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+NAMED = 6
+"""Modules that a line names; the report has all."""
+
+
+def demotion_line(demotion: Mapping[str, Any], becomes: str = "runs in float32 from now on") -> str:
     """What a demotion of the report means, in one line."""
     name, below = demotion["module"], demotion["below"]
     if name:
@@ -352,7 +389,7 @@ def demotion_line(demotion: Mapping[str, Any]) -> str:
     else:
         what = "the whole model" if below else "the model without the modules that it calls"
     where = f" ({demotion['where']})" if demotion["where"] else ""
-    return f"{what} ({demotion['type']}) runs in float32 from now on: {demotion['cause']}{where}"
+    return f"{what} ({demotion['type']}) {becomes}: {demotion['cause']}{where}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -78,8 +78,11 @@ def lines(content: dict[str, Any]) -> list[str]:
         *["written before the end: the run was killed or still runs"][content["finished"] :],
         f'policy "{one_line(content["policy"]["name"])}"',
         *(f"{name}: {found['dtype']}" for name, found in devices),
-        report.summary(content),
-        *(one_line(report.demotion_line(demotion)) for demotion in content["demotions"]),
+        *map(one_line, report.last_lines(content)),
+        *(
+            one_line(report.demotion_line(demotion))
+            for demotion in ([] if "dry_run" in content else content["demotions"])
+        ),
     ]
 
 

@@ -27,6 +27,7 @@ from .speech import Speech, place_in_job
 if TYPE_CHECKING:
     from .agreement import Agreement
     from .bootstrap import WhenImported
+    from .dryrun import DryRun
     from .fallback import Demotion
     from .fusing import Fusing
     from .islands import Islands
@@ -144,6 +145,8 @@ class Session:
     """Looks at one training step, where a report is asked for; None when it has."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """What puts switches of torch back (`performance`)."""
+    dry: DryRun | None = None
+    """Has seen what mixed precision would do, where the script runs in float32 all the same."""
     pid: int = field(default_factory=os.getpid)
     started: float = field(default_factory=time.time)
     place: tuple[int, int] = (0, 1)
@@ -168,7 +171,7 @@ class Session:
         return decision
 
     def __post_init__(self) -> None:
-        self.may_scale = self.policy.scales
+        self.may_scale = self.policy.scales and not self.settings.dry
         is_fixed = self.policy.fallback == FallbackRule(patience=self.policy.fallback.patience)
         halves = self.policy.gradients == "half"
         self.agreement_matters = not is_fixed or halves
@@ -217,7 +220,8 @@ class Session:
             self.speech.notice(f"autoamp {version} stands aside on {device_type}: {decision.why}")
             return
         scale = f", {self.loss_scale.description}" if decision.dtype is torch.float16 else ""
+        how = "on" if self.dry is None else "dry run"
         self.speech.notice(
-            f"autoamp {version} on: {device_type} {decision.word}{scale}, "
+            f"autoamp {version} {how}: {device_type} {decision.word}{scale}, "
             f'policy "{self.policy.name}", through {self.door}'
         )

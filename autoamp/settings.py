@@ -37,6 +37,7 @@ class Settings:
     report: str | None = None
     tensorboard: str | None = None
     strict: bool = False
+    dry: bool = False
     only: tuple[str, ...] = ()
     lower_add: tuple[str, ...] = ()
     lower_remove: tuple[str, ...] = ()
@@ -88,6 +89,7 @@ VARIABLES: Mapping[str, Callable[[str], Any]] = {
     "REPORT": str,
     "TENSORBOARD": str,
     "STRICT": _flag,
+    "DRY": _flag,
     "ONLY": _words,
     "LOWER_ADD": _words,
     "LOWER_REMOVE": _words,

@@ -6,15 +6,17 @@ forward does (prints, lists that grow) cannot be undone.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .inspection import quietly
+from .inspection import quietly, tensors_in
 from .naming import all_below
 
 Module = torch.nn.Module
@@ -76,6 +78,35 @@ class Snapshot:
             frame, count = self.checkpoint
             del frame.weak_holders[count:]
             del frame.x_metadatas[count:]
+
+
+def everything(module: Module, device_type: str) -> Callable[[], None]:
+    """What puts back all that a call of this module may change in it, and random states.
+
+    Parameters, buffers and attributes, and of these what is in dicts, lists and sets one level
+    deep. What a script keeps elsewhere is not known here.
+    """
+    parts = [part.__dict__ for part in all_below(module)]
+    held = [value for part in parts for value in part.values() if type(value) in _CONTAINERS]
+    containers = [(container, copy.copy(container)) for container in (*parts, *held)]
+    with quietly():
+        tensors = [(t, t.detach().clone()) for t in dict.fromkeys(tensors_in(parts))]
+    states = Snapshot([], list(_random_states(device_type)), None)
+
+    def restore() -> None:
+        for container, before in containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
+        with quietly():
+            for tensor, before in tensors:
+                if not torch.equal(tensor, before):
+                    tensor.data.copy_(before)  # graphs that hold it do not take it for edited
+        states.restore()
+
+    return restore
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 def _random_states(device_type: str) -> Iterator[tuple[Callable[[Any], Any], Any]]:

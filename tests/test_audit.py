@@ -371,7 +371,7 @@ def test_what_the_audit_cannot_do_is_no_error_of_the_script(
     def fails(*args: Any) -> Any:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(audit._Look, "_measure", fails)
+    monkeypatch.setattr(audit.Look, "_measure", fails)
     session = mixed("torch", REPORT=str(tmp_path / "run.json"))
     train(Net())
     assert audit_of(session)["missing"] == "the audit failed: ZeroDivisionError: of ours"

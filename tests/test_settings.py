@@ -72,6 +72,7 @@ def test_without_policy_the_switch_is_who_asked(empty):
         ("REPORT", "runs/a b.json", "report", "runs/a b.json"),
         ("TENSORBOARD", "runs/tb", "tensorboard", "runs/tb"),
         *[("STRICT", text, "strict", True) for text in ("1", "true", "On", "YES")],
+        ("DRY", "1", "dry", True),
         *[("STRICT", text, "strict", False) for text in ("0", "False", "off", "no")],
         ("ONLY", "train*.py", "only", ("train*.py",)),
         ("ONLY", " train*.py , !train_old.py,, ", "only", ("train*.py", "!train_old.py")),
@@ -131,7 +132,7 @@ def test_a_loss_scale_that_float32_cannot_hold_or_invert_is_refused(text):
 
 
 KNOWN = (
-    "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, TENSORBOARD, STRICT, ONLY, LOWER_ADD, "
+    "Known: POLICY, DTYPE, LOSS_SCALE, LOG, REPORT, TENSORBOARD, STRICT, DRY, ONLY, LOWER_ADD, "
     "LOWER_REMOVE, FLOAT32_ADD, FLOAT32_REMOVE, WIDEST_ADD, WIDEST_REMOVE."
 )
 

@@ -77,7 +77,7 @@ class Audit:
         self.result = nothing(f"a step is audited after {WARM_UP} steps; there were fewer")
         self._steps = self._inside = self._tries = self._thread = 0
         self._optimizer: Callable[[], Any] = lambda: None
-        self._look: _Look | None = None
+        self._look: Look | None = None
 
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped, or skipped a step: one training step may begin or end here.
@@ -98,7 +98,8 @@ class Audit:
     def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of a root, (module, *its arguments), while a step is looked at."""
         look = self._look
-        if look is None or not self._may_look(look) or not look.takes(args[0]):
+        is_training = torch.is_grad_enabled()
+        if look is None or not is_training or not self._may_look(look) or not look.takes(args[0]):
             return run(args, kwargs)
         look.border()
         with look:
@@ -115,7 +116,7 @@ class Audit:
 
         return backward
 
-    def _may_look(self, look: _Look) -> bool:
+    def _may_look(self, look: Look) -> bool:
         if look.is_running or threading.get_ident() != self._thread or not is_plain():
             return False
         if torch._C._len_torch_dispatch_stack():
@@ -126,7 +127,7 @@ class Audit:
     def _open(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._inside, self._thread = 0, threading.get_ident()
-        self._look, self.is_open = _Look(), True
+        self._look, self.is_open = Look(), True
 
     def _close(self, optimizer: Any) -> None:
         look, self._look, self.is_open = self._look, None, False
@@ -155,7 +156,7 @@ class _Row:
         self.lost: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
-class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each op of a forward or backward, and which module it belongs to."""
 
     supports_higher_order_operators = True
@@ -168,7 +169,8 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roots: dict[int, Module] = {}
         self._modules: dict[int, Module] = {}
         self._rows: dict[tuple[int, str], _Row] = {}
-        self._names: Counter[tuple[str, str, str]] = Counter()
+        self.names: Counter[tuple[str, str, str, int]] = Counter()
+        """By op, phase, dtype, and the id of the module whose own code ran it."""
         self._casts: Counter[str] = Counter()
         self._borders: list[tuple[int, int]] = []  # up to which node of the graph is whose
         self._thread = threading.get_ident()
@@ -189,9 +191,7 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What is looked at
 
     def takes(self, root: Module) -> bool:
-        """Whether the call of this root is looked at: one of training, and of plain modules."""
-        if not torch.is_grad_enabled():
-            return False
+        """Whether the call of this root is looked at: it is made of plain modules."""
         if id(root) not in self._roots and any(map(is_opaque, all_below(root))):
             self.obstacle = "compiled and scripted modules are not looked into"
             return False
@@ -249,7 +249,7 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             dtype = _word(found[0].dtype)
             row.ops[dtype] += 1
-            self._names[name.removeprefix("aten::"), phase, dtype] += 1
+            self.names[name.removeprefix("aten::"), phase, dtype, key] += 1
         self._measure(row, phase, func, args, kwargs, result)
 
     def _note_cast(self, row: _Row, given: Any, made: torch.Tensor) -> None:
@@ -301,13 +301,16 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ops: dict[str, Counter[str]] = {FORWARD: Counter(), BACKWARD: Counter()}
         for (_, phase), row in self._rows.items():
             ops[phase] += row.ops
+        names: Counter[tuple[str, str, str]] = Counter()
+        for (op, phase, dtype, _), count in self.names.items():
+            names[op, phase, dtype] += count
         return {
             "step": step,
             "missing": self.obstacle,
             "ops": {phase: _sorted(counts) for phase, counts in ops.items()},
             "names": [
                 {"op": op, "phase": phase, "dtype": dtype, "count": count}
-                for (op, phase, dtype), count in self._names.most_common()
+                for (op, phase, dtype), count in names.most_common()
             ],
             "casts": _sorted(self._casts),
             "modules": modules,
@@ -333,7 +336,7 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-_RUN_BACKWARD = _Look.run_backward.__code__
+_RUN_BACKWARD = Look.run_backward.__code__
 
 
 def _innermost_module(outermost: Any) -> Module | None:
