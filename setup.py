@@ -1,11 +1,16 @@
-"""Everything about the distribution is in setup.cfg, but for the place of the start files."""
+"""Everything about the distribution is in setup.cfg, but for two commands of setuptools."""
 
+import gzip
+import os
+import tarfile
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 START_FILES = ("autoamp.pth", "autoamp.start")
+os.umask(0o022)  # the modes of files are those of everybody's
 
 
 class BuildWithStartFiles(build_py):
@@ -24,4 +29,31 @@ class BuildWithStartFiles(build_py):
             self.copy_file(f"sitecustomize/{name}", Path(root, name))
 
 
-setup(cmdclass={"build_py": BuildWithStartFiles})
+class SdistOfOneMoment(sdist):
+    """Dates all files by SOURCE_DATE_EPOCH, where that is set: one commit is one archive.
+
+    Wheels are dated by it already. What setuptools writes itself is as old as the build otherwise.
+    """
+
+    def make_archive(self, base_name: str, kind: str, **options: str) -> str:
+        moment = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
+        if not moment or kind != "gztar":
+            return super().make_archive(base_name, kind, **options)
+
+        def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+            member.mtime, member.mode = moment, 0o755 if member.isdir() else 0o644
+            member.uid = member.gid = 0
+            member.uname = member.gname = ""
+            return member
+
+        path = f"{base_name}.tar.gz"
+        with (
+            open(path, "wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=moment) as zipped,
+            tarfile.open(fileobj=zipped, mode="w") as archive,
+        ):
+            archive.add(options["base_dir"], filter=anonymous)
+        return path
+
+
+setup(cmdclass={"build_py": BuildWithStartFiles, "sdist": SdistOfOneMoment})

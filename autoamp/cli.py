@@ -90,8 +90,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if not words:
         parser.error("name what to run: autoamp run train.py")
     command = _command(words, arguments.is_module)
+    environ = _environment(command, arguments)
     try:
-        return _become(command, _environment(command, arguments))
+        if not _is_reached(command[0], environ):
+            _say(f"autoamp is not installed for {command[0]}; running in float32")
+        return _become(command, environ)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         why = "not found" if missing else error.strerror
@@ -177,6 +180,18 @@ def _is_this_python(program: str) -> bool:
     # Links are not followed: they lead out of a virtual environment.
     found = Path(os.path.abspath(shutil.which(program) or program))
     return found.parent == Path(sys.executable).parent and found.name.startswith("python")
+
+
+def _is_reached(program: str, environ: dict[str, str]) -> bool:
+    """Whether autoamp starts in `program`, if that is the Python of another environment.
+
+    Our folder on its path does nothing there where there is no autoamp to import.
+    """
+    is_another = Path(program).name.startswith("python") and not _is_this_python(program)
+    if not is_another or bootstrap.switch(environ) == "off":
+        return True
+    look = [program, "-c", "import sys; sys.exit('autoamp' not in sys.modules)"]
+    return subprocess.run(look, env=environ, capture_output=True, check=False).returncode != 1  # noqa: S603
 
 
 def _become(command: list[str], environ: dict[str, str]) -> int:

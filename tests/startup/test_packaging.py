@@ -1,6 +1,7 @@
 """What pip puts where: the start files at the root of site-packages, in every kind of install."""
 
 import email
+import json
 import os
 import pkgutil
 import shutil
@@ -9,9 +10,10 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from environments import CURRENT, ROOT, START_FILES, Environment, doors
+from environments import CURRENT, ROOT, START_FILES, STUBS, Environment, doors
 
 import autoamp
 from autoamp.bootstrap import OFF
@@ -51,18 +53,56 @@ def test_the_wheel_holds_the_whole_package_the_policies_and_the_shim(wheel):
     assert modules | policies | shim <= listing(wheel)
 
 
-def test_a_wheel_made_from_the_sdist_is_the_same_and_nothing_in_it_is_deprecated(
-    source, wheel, tmp_path
-):
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, source]
-    environ = {**os.environ, "PYTHONWARNINGS": "always"}
-    built = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+def build(source: Path, out: Path, **how: int) -> str:
+    """What `python -m build`, as of one moment, says that has put an sdist and a wheel into `out`.
+
+    CONTRIBUTING.md has the command.
+    """
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source]
+    environ = {**os.environ, "PYTHONWARNINGS": "always", "SOURCE_DATE_EPOCH": "1700000000"}
+    built = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, **how)
     assert built.returncode == 0, built.stderr
-    assert listing(next(tmp_path.glob("*.whl"))) == listing(wheel)
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+    return built.stdout + built.stderr
+
+
+@pytest.fixture(scope="module")
+def release(source: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """An sdist, the wheel that is made from it, and what was said meanwhile."""
+    out = tmp_path_factory.mktemp("release")
+    said = build(source, out)
+    sdist, made = next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+    return SimpleNamespace(sdist=sdist, wheel=made, said=said)
+
+
+def test_a_wheel_made_from_the_sdist_is_the_same_and_nothing_in_it_is_deprecated(release, wheel):
+    assert listing(release.wheel) == listing(wheel)
+    with tarfile.open(release.sdist) as archive:
         assert any(name.endswith("/policies/default.yaml") for name in archive.getnames())
     for complaint in ("Deprecat", "deprecat", "absent from the `packages`"):
-        assert complaint not in built.stdout + built.stderr
+        assert complaint not in release.said
+
+
+def test_another_build_is_the_same_to_the_byte(release, source, tmp_path):
+    """Of files that are older, by somebody with another umask."""
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    for path in copy.rglob("*"):
+        os.utime(path, (1_600_000_000, 1_600_000_000))
+    build(copy, out, umask=0o077)
+    for built in (release.sdist, release.wheel):
+        assert (out / built.name).read_bytes() == built.read_bytes()
+
+
+def test_twine_finds_nothing_wrong(release):
+    command = [sys.executable, "-m", "twine", "check", "--strict", release.sdist, release.wheel]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_wheel_is_for_every_python_and_machine(wheel):
+    assert wheel.name == f"autoamp-{autoamp.__version__}-py3-none-any.whl"
+    kinds = {Path(name).suffix for name in listing(wheel)}
+    assert not kinds & {".so", ".pyd", ".dylib", ".dll", ".c", ".cpp", ".cu", ".pyx"}
 
 
 def test_the_metadata_says_what_is_needed_and_how_to_come_in(wheel):
@@ -151,12 +191,129 @@ def test_an_editable_install_has_the_start_files_and_takes_them_with_it(
     assert after - pycache == before - pycache
 
 
-def test_uv_installs_editable_with_the_start_files(pip_environment, source, tmp_path):
+def find_uv() -> str:
     beside = os.path.dirname(sys.executable)
     uv = shutil.which("uv", path=os.pathsep.join([beside, os.environ["PATH"]]))
     if uv is None:
         pytest.skip("uv is neither beside this Python nor on PATH: pip install '.[test]' brings it")
-    checkout = tmp_path / "checkout"
+    return uv
+
+
+def install(how: str, environment: Environment, folder: Path, *what: str | Path) -> None:
+    """Have pip or uv install something, or uninstall autoamp; neither finds a compiler, or a net.
+
+    `how` is "pip" or "uv"; without `what` autoamp is uninstalled.
+    """
+    python = ["--python", environment.python]
+    program = [find_uv(), "pip"] if how == "uv" else [sys.executable, "-m", "pip", *python]
+    words = ["uninstall", "autoamp"]
+    if what:
+        words = ["install", "--no-deps", "--no-index", "--no-build-isolation", *what]
+    words += python if how == "uv" else ["--yes"] * (not what)
+    environ = {"PATH": str(folder / "empty"), "HOME": str(folder), **environment.variables}
+    subprocess.run([*program, *words], check=True, capture_output=True, env=environ)
+
+
+def files(site: Path) -> dict[str, bytes]:
+    """What is in site-packages, but for the compiled forms of files that lie there themselves."""
+    return {
+        str(path.relative_to(site)): path.read_bytes()
+        for path in site.rglob("*")
+        if path.is_file() and path.parent != site / "__pycache__"
+    }
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("pip", "wheel"), ("pip", "sdist"), ("pip", "source"), ("uv", "wheel")]
+)
+def test_an_install_that_was_used_and_removed_leaves_nothing(
+    pip_environment, release, source, tmp_path, how, what
+):
+    site, before = pip_environment.site, files(pip_environment.site)
+    install(how, pip_environment, tmp_path, {**vars(release), "source": source}[what])
+    assert {*START_FILES} <= {path.name for path in site.iterdir()}
+    used = Environment(pip_environment.python, site).on()
+    assert used.report("import torch").door == ".pth"
+    assert used.run(used.python.with_name("autoamp"), "--version").stdout.startswith("autoamp ")
+    install(how, pip_environment, tmp_path)
+    assert files(site) == before
+    assert not (used.python.with_name("autoamp")).exists()
+
+
+def older(wheel: Path, folder: Path) -> Path:
+    """The wheel as if it were version 0.0.1, and had a module that later ones do not have."""
+    made = folder / "autoamp-0.0.1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(made, "w") as target:
+        for name in archive.namelist():
+            data = archive.read(name)
+            if "dist-info" in name:
+                data = data.replace(autoamp.__version__.encode(), b"0.0.1")
+            if name.endswith("RECORD"):
+                data += b"autoamp/stale.py,,\nautoamp/gone/stale.py,,\n"
+            target.writestr(name.replace(autoamp.__version__, "0.0.1"), data)
+        target.writestr("autoamp/stale.py", "")
+        target.writestr("autoamp/gone/stale.py", "")
+    return made
+
+
+def test_an_upgrade_leaves_nothing_of_the_version_before(pip_environment, wheel, tmp_path):
+    site, before = pip_environment.site, files(pip_environment.site).keys()
+    install("pip", pip_environment, tmp_path, older(wheel, tmp_path))
+    assert (site / "autoamp" / "gone" / "stale.py").exists()
+    Environment(pip_environment.python, site).on().report("import torch")
+    install("pip", pip_environment, tmp_path, "--upgrade", wheel)
+    found = {name for name in files(site).keys() - before if not name.endswith(".pyc")}
+    pips = {"INSTALLER", "REQUESTED", "direct_url.json"}
+    info = f"autoamp-{autoamp.__version__}.dist-info"
+    assert found == listing(wheel) | {f"{info}/{name}" for name in pips}
+    assert not [path for path in site.rglob("*") if "stale" in path.name or path.name == "gone"]
+    install("pip", pip_environment, tmp_path)
+
+
+def test_a_target_folder_is_reached_through_torch(pip_environment, wheel, tmp_path):
+    """Python reads no start files in the folders of PYTHONPATH; torch finds entry points there."""
+    target = tmp_path / "target"
+    install("pip", pip_environment, tmp_path, "--target", target, wheel)
+    environment = Environment(pip_environment.python, pip_environment.site).on()
+    report = environment.report("import torch", PYTHONPATH=str(target))
+    assert report.door == "torch.backends"
+
+
+def test_a_user_install_is_found_by_the_python_of_the_system(wheel, toolbox, tmp_path):
+    base, home = Path(sys._base_executable), str(tmp_path / "user")
+    pip = [base, "-m", "pip", "install", "--user", "--no-deps", "--no-index", wheel]
+    environ = {"PYTHONUSERBASE": home, "PYTHONPATH": str(toolbox), "PIP_BREAK_SYSTEM_PACKAGES": "1"}
+    subprocess.run(pip, check=True, capture_output=True, env={"PATH": os.defpath, **environ})
+    user = Environment(base, tmp_path, {"PYTHONUSERBASE": home, "PYTHONPATH": str(STUBS)}).on()
+    assert user.report("import torch").door == ".pth"
+
+
+def test_an_environment_of_its_own_runs_its_own_and_says_whom_it_cannot_reach(
+    pip_environment, wheel, tmp_path
+):
+    """As pipx has it: the command is on PATH, and Python of another environment."""
+    install("pip", pip_environment, tmp_path, wheel)
+    try:
+        apart = Environment(pip_environment.python, pip_environment.site)
+        command = apart.python.with_name("autoamp")
+        (tmp_path / "train.py").write_text("import torch, probe; probe.report()")
+        own = apart.run(command, "run", tmp_path / "train.py")
+        words = ("run", "--", sys._base_executable, tmp_path / "train.py")
+        other = apart.run(command, *words, PYTHONPATH=str(STUBS))
+        said = apart.run(command, "doctor")
+    finally:
+        install("pip", pip_environment, tmp_path)
+    assert json.loads(own.stdout.splitlines()[-1])["door"] == ".pth"
+    assert json.loads(other.stdout.splitlines()[-1])["door"] is None
+    assert other.stderr == (
+        f"autoamp run: autoamp is not installed for {sys._base_executable}; running in float32\n"
+    )
+    assert said.stdout.startswith(f"autoamp         {autoamp.__version__} ({apart.site}/autoamp)")
+    assert said.stderr == ""
+
+
+def test_uv_installs_editable_with_the_start_files(pip_environment, source, tmp_path):
+    uv, checkout = find_uv(), tmp_path / "checkout"
     shutil.copytree(source, checkout)
     how = ["--no-build-isolation", "--no-deps", "--offline", "--python", pip_environment.python]
     environ = {"PATH": os.defpath, "HOME": str(tmp_path), **pip_environment.variables}
