@@ -31,7 +31,7 @@ class Watch:
         self.mark = 0
         """What `ranks.collectives` was when the innermost module call began."""
         self._device_type = device_type
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def snapshot(self, module: Module) -> Snapshot:
         """What a call of this module may change besides its results."""
@@ -45,16 +45,17 @@ class Watch:
         return Snapshot(buffers, list(_random_states(self._device_type)), checkpoint_frame())
 
     def _copy(self, buffer: torch.Tensor) -> torch.Tensor | None:
-        """The values of a buffer; None where it has none yet, or does not give them."""
-        version = -1 if buffer.is_inference() else buffer._version
+        """The values of a buffer; None where it has none yet, or does not give them.
+
+        Kernels of norms write running statistics without counting that as an edit.
+        """
         known = self._copies.get(id(buffer))
-        if known is None or known[1] != version or version == -1:
-            try:
-                copy = buffer.clone()
-            except Exception:  # noqa: BLE001 - classes of the script, lazy and quantized ones
-                return None
-            known = self._copies[id(buffer)] = buffer, version, copy
-        return known[2]
+        try:
+            if known is None or not _are_equal(known[1], buffer):
+                known = self._copies[id(buffer)] = buffer, buffer.clone()
+        except Exception:  # noqa: BLE001 - classes of the script, lazy and quantized ones
+            return None
+        return known[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class Snapshot:
         with quietly():
             for module, name, buffer, copy in self.buffers:
                 module._buffers[name] = buffer
-                if copy.layout is not torch.strided or not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
+                if not _are_equal(buffer, copy):
+                    buffer.data.copy_(copy)  # graphs that hold it do not take it for edited
             for put, state in self.states:
                 put(state)
         if self.checkpoint is not None:
@@ -99,11 +100,15 @@ def everything(module: Module, device_type: str) -> Callable[[], None]:
             (container.extend if isinstance(container, list) else container.update)(before)
         with quietly():
             for tensor, before in tensors:
-                if not torch.equal(tensor, before):
+                if not _are_equal(tensor, before):
                     tensor.data.copy_(before)  # graphs that hold it do not take it for edited
         states.restore()
 
     return restore
+
+
+def _are_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return copy.layout is torch.strided and torch.equal(tensor, copy)
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)

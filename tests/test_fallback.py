@@ -51,6 +51,18 @@ class Net(nn.Module):
         return self.last(self.part(self.first(x)))
 
 
+class Normed(nn.Module):
+    """Its norm is in code that half precision breaks in large batches, and in no small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.linear(x) + 10)
+        return y * (torch.ones_like(y) + 1e-8) if len(x) > 32 else y
+
+
 def demotions() -> list[tuple[str, bool]]:
     """(module, with all below it) of what was demoted so far."""
     return [(d["module"], d["below"]) for d in autoamp.status()["demotions"]]
@@ -461,3 +473,26 @@ def test_what_is_not_finite_in_float32_either_is_not_healed(mixed: Mixed, capfd:
     assert autoamp.status()["steps"]["skipped"] == 8
     assert demotions() == []
     assert capfd.readouterr().err.count("in float32 neither") == 1
+
+
+def test_a_call_that_runs_again_does_not_spoil_the_graph_of_the_one_before(mixed: Mixed) -> None:
+    """What a norm's graph holds is put back without an edit that autograd would count."""
+    mixed("default", "float16")
+    net = Net(Normed())
+    small, large = net(torch.randn(4, 4)), net(torch.randn(64, 4))
+    assert demotions() == [("part", False)]
+    (small.sum() + large.sum()).backward()
+    assert int(net.part.norm.num_batches_tracked) == 2
+
+
+def test_running_statistics_of_calls_before_one_that_runs_again_are_kept(mixed: Mixed) -> None:
+    """Norms write them without counting it as an edit."""
+    mixed("default", "float16")
+    part = Normed()
+    part.linear.requires_grad_(False).weight.zero_()
+    part.linear.bias.zero_()
+    net = nn.ModuleList([part])
+    net.forward = lambda: [part(torch.ones(4, 4)), part(torch.ones(64, 4))]
+    net()
+    assert demotions() == [("0", False)]
+    torch.testing.assert_close(part.norm.running_mean, torch.full((4,), 1.9))  # 0.9 x 1 + 1
