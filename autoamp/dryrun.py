@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from . import plan, region
+from . import contexts, plan, region
 from .categories import torchs_lists
 from .fallback import MAX_CLASSES, kind_of_call
 from .inspection import is_opaque, is_plain, tensors_in
@@ -42,8 +42,8 @@ class _Here(threading.local):
 def module_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """`nn.Module.__call__` of a dry run: the original, and looks at first calls of roots."""
     mixed = region.module_call(original, session)
-    dry, here = DryRun(session, mixed), _Here()
-    session.dry = dry
+    session.dry = dry = DryRun(session, mixed)
+    here = dry.here
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if here.aside:
@@ -64,11 +64,24 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     return call
 
 
+def context_entered(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`torch.autocast.__enter__` of a dry run: what is in a model would be inside a region."""
+    outside, dry = contexts.context_entered(original, session), session.dry
+    assert dry is not None
+
+    def __enter__(self: Any) -> Any:  # noqa: N807 - by its name it is known as no script's
+        is_inside = dry.here.in_call and not dry.here.aside
+        return original(self) if is_inside else outside(self)
+
+    return __enter__
+
+
 class DryRun:
     """What the dry run of one session has seen."""
 
     def __init__(self, session: Session, mixed: Callable[..., Any]) -> None:
         self.session = session
+        self.here = _Here()
         self._mixed = mixed
         self._seen: dict[int, set[tuple[Any, ...]]] = session.modules.new_table()
         self._calls = 0
@@ -89,9 +102,9 @@ class DryRun:
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the call of a root aside, if it is one of the first: (module, *its arguments)."""
         module = args[0]
-        if not self._is_new(module, args, kwargs):
-            return
         try:
+            if not self._is_new(module, args, kwargs):
+                return
             obstacle = _obstacle(module) or self._look(module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - the script's own call says what is wrong
             obstacle = f"{type(error).__name__}: {error}"

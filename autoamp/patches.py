@@ -379,16 +379,21 @@ _IN_A_REGION = (
     edits.grad_mode_set,
     edits.block_left,
     edits.edit,
+    scale,
 )
-"""What does nothing outside of regions."""
+"""What changes no number outside of regions."""
 
 
 def patches_for_dry_run() -> tuple[Patch, ...]:
     """The rows of `PATCHES` without which calls aside would not be as in a run, and no others."""
-    calls, *others = PATCHES
-    kept = (*_IN_A_REGION, contexts.context_entered, scale)
-    rows = (patch for patch in others if patch.factory in kept)
-    return (replace(calls, factory=dryrun.module_call), *rows)
+    kept = {factory: factory for factory in _IN_A_REGION}
+    kept |= {
+        region.module_call: dryrun.module_call,
+        contexts.context_entered: dryrun.context_entered,
+    }
+    return tuple(
+        replace(patch, factory=kept[patch.factory]) for patch in PATCHES if patch.factory in kept
+    )
 
 
 def patches_for(policy: Policy) -> tuple[Patch, ...]:

@@ -16,7 +16,8 @@ from autoamp.settings import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    path.name: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+    path.name: path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
 }
 TRAIN = """
 import sys, torch
@@ -85,7 +86,7 @@ def test_variables_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_exist(page: str) -> None:
-    here = ROOT if page == "README.md" else ROOT / "docs"
+    here = ROOT if (ROOT / page).exists() else ROOT / "docs"
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
         assert (here / link).exists(), link
     for path in re.findall(r"`((?:tests|scripts|docs|policies)/[\w./-]*)", PAGES[page]):
