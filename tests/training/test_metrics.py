@@ -20,7 +20,8 @@ SHORT: dict[str, tuple[object, ...]] = {
 }
 """Arguments with which each script learns, and half precision takes seconds where it is emulated.
 
-The shift stays below a third of the spread; that of a run which loses every second step is beyond.
+The shift stays below a third of the spread. In digits_vae, digits_cnn, char_lstm and
+char_transformer that of a run which loses every second step is beyond it.
 """
 SEEDS = {"digits_dcgan": 8}
 """How many, where not 3: the spread of three runs of a GAN says little about the next three."""
