@@ -339,6 +339,56 @@ def channels_last(device: str) -> None:
     require(apart < 3e-2, "that is too far")
 
 
+def weights(device: str) -> None:
+    """Casts of weights that are kept for evaluation: those of now, on every stream."""
+    model = net(device).eval()
+    x = data(device)[0]
+
+    def expected() -> torch.Tensor:
+        with torch.autocast(device, torch.float16):
+            return model(x).float()
+
+    with torch.no_grad(), mixed("default") as session:
+        for edit in (lambda w: None, lambda w: w.mul_(2), lambda w: w.data.mul_(0.5)):
+            edit(model.inner.weight)
+            found = [model(x) for _ in range(3)]
+            apart = max(furthest([one], [expected()]) for one in found)
+            require(apart < 1e-3, f"{apart:.1e} from fresh casts")
+        kept = len(session.weights._kept)
+        if device == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                elsewhere = model(x)
+            torch.cuda.current_stream().wait_stream(side)
+            require(torch.equal(elsewhere, model(x)), "another stream, another result")
+    require(kept > 0, "none were kept")
+    print(f"{kept} kept; those of now after edits")
+
+
+def performance(device: str) -> None:
+    """The policy `fast`: an optimizer that is fused for its step alone, switches put back."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    with mixed("fast"):
+        model = net(device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = loss_of(model, device)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        saved = optimizer.state_dict()
+    counts = [state["step"] for state in (*saved["state"].values(), *optimizer.state.values())]
+    require(losses[-1] < losses[0], "it does not train")
+    require(all(count.is_cpu and count == 15 for count in counts), f"steps counted: {counts}")
+    require(optimizer.param_groups[0]["fused"] is None, "the group says fused")
+    after = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    require(after == before, f"switches are {after}, and were {before}")
+    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}; steps are counted on the host again")
+
+
 def memory(device: str) -> None:
     """What a step of a large model needs at most, beside float32."""
     if device != "cuda":
@@ -422,6 +472,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "graphs": graphs,
     "compile": compiled,
     "channels_last": channels_last,
+    "weights": weights,
+    "performance": performance,
     "memory": memory,
     "speed": speed,
 }

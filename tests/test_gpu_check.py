@@ -26,7 +26,7 @@ def test_on_a_cpu_all_is_right_but_for_what_only_cuda_has(tmp_path: Path) -> Non
     assert {name for name, outcome in outcomes.items() if outcome == "-"} == {"graphs", "memory"}
     assert set(outcomes.values()) == {"-", "right"}
     assert {"date", "card", "torch", "cuda", "python"} == content["machine"].keys()
-    assert "11 of 11 right" in done.stdout
+    assert "13 of 13 right" in done.stdout
 
 
 def test_a_wrong_result_is_said_and_is_the_exit_code(

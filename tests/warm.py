@@ -57,9 +57,7 @@ def play(said: list[str], command: list[str], cwd: str, env: dict[str, str]) -> 
         code = left.code
     except BaseException:  # noqa: BLE001 - whatever ends it, this says so
         traceback.print_exc()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # pools are told to end, and waited for
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
