@@ -57,6 +57,14 @@ def edit(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return assign
 
 
+class _Named(property):
+    """A property with a name, as the attributes of tensors that are written in C have one."""
+
+    def __init__(self, get: Callable[..., Any], set: Callable[..., Any], like: Any) -> None:  # noqa: A002
+        super().__init__(get, set, doc=like.__doc__)
+        self.__name__, self.__qualname__ = like.__name__, like.__qualname__
+
+
 def data(original: Any, session: Session) -> property:
     """`Tensor.data`: what is done to such a tensor, the version of the weight does not tell."""
     local, weights = session.local, session.weights
@@ -74,7 +82,7 @@ def data(original: Any, session: Session) -> property:
         if local.region is not None and type(tensor) is torch.nn.Parameter:
             _keep_no_casts(local)
 
-    return property(get, set, doc=original.__doc__)
+    return _Named(get, set, original)
 
 
 def _follow_grad_mode(local: Local) -> None:

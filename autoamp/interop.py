@@ -154,10 +154,17 @@ def _seeing_float32(hook: Any, session: Session, is_pre: bool) -> Any:
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
+_FOR_ALL_MODULES = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+)
+"""Where hooks for all modules stand. `gc` does not tell of these where a program has frozen it."""
+
+
 def unhook() -> None:
     """Put the script's hooks back in the places of ours, on all modules that there are."""
     for hook in [one for one in gc.get_referrers(Hook) if type(one) is Hook]:
-        for holder in gc.get_referrers(hook):
+        for holder in (*gc.get_referrers(hook), *_FOR_ALL_MODULES):
             if isinstance(holder, collections.OrderedDict):  # what torch keeps hooks in
                 for key in [key for key, value in holder.items() if value is hook]:
                     holder[key] = hook.__wrapped__

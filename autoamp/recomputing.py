@@ -64,7 +64,7 @@ def _outside_of_regions(session: Session) -> Iterator[None]:
     for _ in range(depth):
         leave_nesting()
     of_thread.clear()
-    session.local.recomputes = True
+    of_thread.update(casts={}, recomputes=True)
     try:
         yield
     finally:

@@ -248,8 +248,7 @@ def test_the_next_forward_sees_every_edit(
     assert found == pytest.approx(expected, rel=1e-2)
 
 
-def test_data_edited_without_a_block_is_seen_by_the_next_region(mixed: Any) -> None:
-    """The limit: nothing tells that ``.data`` was assigned to."""
+def test_data_edited_without_a_block_is_seen_by_the_next_op(mixed: Any) -> None:
     mixed("default", "float16")
     layer = net()
 
@@ -258,7 +257,7 @@ def test_data_edited_without_a_block_is_seen_by_the_next_region(mixed: Any) -> N
         layer.weight.data.mul_(2)
         return [*seen, out(layer)]
 
-    assert inside(edit) == [4.0, 4.0]
+    assert inside(edit) == [4.0, 8.0]
     assert inside(lambda: out(layer)) == 8.0
 
 
@@ -290,7 +289,8 @@ def casts_of(layer: nn.Linear, play: Callable[[], None]) -> int:
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            self.casts += function is torch.ops.aten._to_copy.default and args[0] is layer.weight
+            if function is torch.ops.aten._to_copy.default:
+                self.casts += args[0].data_ptr() == layer.weight.data_ptr()
             return function(*args, **(kwargs or {}))
 
     with Count() as count:
@@ -319,7 +319,7 @@ def test_casts_are_kept_again_after_a_block(mixed: Any) -> None:
     for play in (repeat, without_gradients, both):
         outer(play)  # the first call is inspected
     assert casts_of(layer, lambda: outer(repeat)) == 1
-    assert casts_of(layer, lambda: outer(without_gradients)) == 5
+    assert casts_of(layer, lambda: outer(without_gradients)) == 1
     assert casts_of(layer, lambda: outer(both)) == 2
     assert casts_of(layer, lambda: outer(repeat)) == 1
     assert torch.is_autocast_cache_enabled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,28 +140,32 @@ def test_an_error_in_a_step_leaves_the_groups_as_they_were(fused):
 # --- switches ------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def as_torch_has_them() -> Iterator[None]:
+    """Trainers of other tests may have thrown switches."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 def test_switches_are_thrown_and_put_back():
-    matmul, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    assert (matmul, benchmark) == ("highest", False)
     undo = performance.throw(PerformanceRule(float32_matmul="tf32", cudnn_benchmark="on"))
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cuda.matmul.allow_tf32
     assert torch.backends.cudnn.benchmark
     for put_back in undo:
         put_back()
-    assert torch.get_float32_matmul_precision() == matmul
-    assert torch.backends.cudnn.benchmark is benchmark
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_what_the_script_says_later_stays():
     undo = performance.throw(PerformanceRule(float32_matmul="tf32"))
-    try:
-        torch.set_float32_matmul_precision("medium")
-        for put_back in undo:
-            put_back()
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("medium")
+    for put_back in undo:
+        put_back()
+    assert torch.get_float32_matmul_precision() == "medium"
 
 
 def test_without_a_word_no_switch_is_thrown():
