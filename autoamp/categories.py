@@ -152,7 +152,7 @@ def _value(kind: str, tensor: Any) -> Any:
 
 @contextlib.contextmanager
 def _probing(device_type: str) -> Iterator[None]:
-    """Autocast on for a device, which may be a fake one, and as it was afterwards."""
+    """Autocast on for a device, which may be a fake one, and as it was afterwards; no inference."""
     enabled = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
@@ -160,7 +160,8 @@ def _probing(device_type: str) -> Iterator[None]:
     torch.set_autocast_dtype(device_type, LOWER_DTYPE)
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.no_grad(), _device(device_type):
+        # In inference mode a dispatch mode sees other ops: `to`, and not what it is made of.
+        with torch._C._InferenceMode(False), torch.no_grad(), _device(device_type):
             yield
     finally:
         torch.set_autocast_enabled(device_type, enabled)

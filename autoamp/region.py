@@ -240,16 +240,17 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
     entry_of, local, detours = session.modules.table.get, session.local, session.detours
     has_rules, entry_of_strangers = islands.has_rules, islands.entry_of_strangers
     call_root = _root_call(islands, session)
+    traced_root = islands.call_traced_root if has_rules else original
 
     def call(*args: Any, **kwargs: Any) -> Any:  # (module, *its arguments), to be passed on as is
         if is_compiling():
-            if not has_rules:
-                return _compiled_call(original, original, regions, args, kwargs)
-            if islands.where_in_trace():
+            if has_rules and islands.where_in_trace():
                 return islands.call_traced(*args, **kwargs)
-            return _compiled_call(original, islands.call_traced_root, regions, args, kwargs)
+            return _compiled_call(original, traced_root, regions, args, kwargs)
+        if local.stands:
+            return original(*args, **kwargs)
         depth = enter_nesting()
-        if depth == 1 and not local.stands:
+        if depth == 1:
             result = regions.run_root(call_root, original, args, kwargs)
             if result is not STAYS_OUT:
                 return result

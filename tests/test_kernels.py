@@ -313,3 +313,26 @@ def test_what_torch_computes_in_one_go_is_in_one_dtype(mixed: Any, policy: str, 
         for _ in range(3):  # the first one is looked at
             found = model(x, mask=mask, is_causal=True)
             torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("policy", ["safe", "default", "fast"])
+def test_a_process_whose_first_model_runs_in_inference_mode_has_the_same_kernels(
+    run_script: Any, policy: str
+) -> None:
+    """There torch shows a dispatch mode other ops than elsewhere, and it is asked for its lists."""
+    script = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1), nn.Conv1d(3, 2, 1))
+with torch.inference_mode() if sys.argv[1] == "inference" else torch.no_grad():
+    result = net(torch.ones(2, 3, 4))
+from autoamp import activation
+kernels = activation.session().kernels.registered
+print(result.tolist(), sorted((k.op, k.category, k.torchs) for k in kernels))
+"""
+    chosen = {"AUTO_MIXED_PRECISION": policy, "AUTO_MIXED_PRECISION_DTYPE": "bfloat16"}
+    found = [run_script(script, mode, **chosen) for mode in ("plain", "inference")]
+    assert [done.returncode for done in found] == [0, 0], found[1].stderr
+    assert found[0].stdout == found[1].stdout
+    assert "unknown" not in found[0].stdout
