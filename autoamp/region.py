@@ -299,10 +299,10 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
         inside = _with_our_casts(original, session)
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if local.stands or is_compiling():
             return original(*args, **kwargs)
         depth = enter_nesting()
-        if depth == 1 and not local.stands:
+        if depth == 1:
             first = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(first, torch.Tensor):
                 dtype = regions.precision_for(first) if first.dtype is torch.float32 else None
