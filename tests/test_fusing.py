@@ -141,10 +141,12 @@ def test_an_error_in_a_step_leaves_the_groups_as_they_were(fused):
 
 
 @pytest.fixture(autouse=True)
-def as_torch_has_them() -> Iterator[None]:
-    """Trainers of other tests may have thrown switches."""
+def as_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainers of other tests may have thrown switches; torch's own test code forbids to."""
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.benchmark = False
     yield
     torch.set_float32_matmul_precision("highest")
 
