@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Task:
+class Task(abc.ABC):
     """One step after the other; each leaves a number that tells what it has computed.
 
     `work` counts what seconds are told for: steps, or calls of the model where it depends on the
@@ -27,9 +28,9 @@ class Task:
 
     work = 0
 
+    @abc.abstractmethod
     def step(self) -> torch.Tensor:
         """The next one."""
-        raise NotImplementedError
 
 
 class Fit(Task):

@@ -151,6 +151,9 @@ def test_frozen_parts_are_not_cast_again_from_step_to_step(on):
 
     step()
     assert casts_of(lambda: net(X)) == 1  # the trained one
+    with torch.no_grad():
+        net(X)
+    assert casts_of(lambda: net(X)) == 1  # an evaluation between steps takes nothing away
 
 
 def test_the_same_training_with_and_without_kept_casts(on, tmp_path):
