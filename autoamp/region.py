@@ -341,7 +341,7 @@ def _with_our_casts(original: Callable[..., Any], session: Session) -> Callable[
         gets_gradient = type(weight) is not _PARAMETER or (
             weight.requires_grad and gradients_are_on()
         )
-        if gets_gradient and not has_layout:
+        if weight is None or (gets_gradient and not has_layout):
             return original(*args, **kwargs)
         is_there = weight.is_cpu if region == "cpu" else weight.device.type == region
         if not is_there or (name, region) in ours or not torch.is_autocast_enabled(region):

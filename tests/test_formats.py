@@ -139,6 +139,19 @@ def test_hooks_and_custom_functions_may_view_what_they_are_given(laid_out):
     assert net.first.weight.grad is not None
 
 
+def test_a_convolution_without_a_weight_is_refused_in_torch_s_words(laid_out):
+    class Wrong(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.conv2d(x)
+
+    with pytest.raises(TypeError) as plain:
+        Wrong(1, 1)(X)
+    laid_out()
+    with pytest.raises(TypeError) as caught:
+        Wrong(1, 1)(X)
+    assert str(caught.value) == str(plain.value)
+
+
 def test_views_that_float32_refuses_are_refused(laid_out):
     laid_out()
     with pytest.raises(RuntimeError, match="view size is not compatible"):
