@@ -21,6 +21,7 @@ from .islands import Islands, half_to_float32
 from .kernels import MARK
 from .ranks import collectives, has_own_precision, has_ranks
 from .session import Session
+from .standing import Standing
 
 enter_nesting = torch.autocast_increment_nesting
 leave_nesting = torch.autocast_decrement_nesting
@@ -54,8 +55,8 @@ class Regions:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.standing: dict[int, str] = session.modules.new_table()
-        """By root that stays float32: on which type of device; empty for one that does not."""
+        self.standing: dict[int, Standing] = session.modules.new_table()
+        """The roots that stay float32."""
         self._left: dict[int, bool] = session.modules.new_table()
         self._lays_out = session.policy.performance.memory_format != "keep"
         self._half_models_seen = self._traced_backward_seen = False
@@ -106,7 +107,8 @@ class Regions:
         parameter = first_parameter(root)
         if parameter is None:
             return STAYS_OUT
-        if self.standing and self.standing.get(id(root)) == parameter.device.type:
+        stands = self.standing.get(id(root))
+        if stands is not None and stands.covers(parameter.device.type, args, kwargs):
             leave_nesting()
             self.session.local.stands = True
             try:
@@ -120,17 +122,17 @@ class Regions:
         run = self.run if FSDP not in sys.modules else self.run_or_leave
         return run(parameter.device.type, dtype, call_root, args, kwargs)
 
-    def stand(self, root: torch.nn.Module, device_type: str) -> None:
-        """Have a root stay out from now on, for as long as it is on such a device."""
+    def stand(self, root: torch.nn.Module, stands: Standing) -> None:
+        """Have a root stay out from now on."""
         self.session.modules.remember(root)
-        self.standing[id(root)] = device_type
+        self.standing[id(root)] = stands
 
     def _note_declined(self, root: torch.nn.Module, device_type: str) -> None:
         """Where a device gains nothing, what a root calls need not be asked one by one."""
         decision = self.session.decisions.get(device_type)
         if decision is not None and decision.dtype is None and id(root) not in self.standing:
             is_all_there = all(p.device.type == device_type for p in root.parameters())
-            self.stand(root, device_type if is_all_there else "")
+            self.stand(root, Standing(device_type if is_all_there else ""))
 
     def run(
         self,
@@ -279,7 +281,7 @@ def _root_call(islands: Islands, session: Session) -> Callable[..., Any]:
         return call_root
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if id(args[0]) in stand_down.seen:
+        if id(args[0]) in stand_down.decided:
             return call_root(*args, **kwargs)
         return stand_down.decide(call_root, args, kwargs)
 

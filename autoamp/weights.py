@@ -70,6 +70,10 @@ class WeightCasts:
             return self._for_region(weight, dtype, layout)
         return self._until_it_changes(weight, dtype, layout) if self.is_on else weight
 
+    def places(self) -> set[int]:
+        """Where the weights are in memory whose casts are kept."""
+        return set(self._kept)
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Somebody may write to the memory of `tensor` without telling its weight."""
         if self._kept and has_numbers(tensor):
