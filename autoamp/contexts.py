@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .region import enter_nesting, leave_nesting
+from .kernels import nesting
 from .session import Session
 
 DECORATOR = "decorate_autocast"
@@ -54,9 +54,7 @@ def context_entered(original: Callable[..., Any], session: Session) -> Callable[
 
 
 def _is_outermost() -> bool:
-    depth = enter_nesting()
-    leave_nesting()
-    return depth == 1 and torch._C._current_graph_task_id() == -1
+    return nesting() == 0 and torch._C._current_graph_task_id() == -1
 
 
 def _trainer(frame: FrameType) -> str:

@@ -23,6 +23,7 @@ from . import contexts, plan, region
 from .categories import torchs_lists
 from .fallback import MAX_CLASSES, kind_of_call
 from .inspection import is_opaque, is_plain, tensors_in
+from .kernels import nesting
 from .naming import Named, all_below, collect_names
 from .policy import DEVICES
 from .ranks import has_ranks
@@ -90,9 +91,7 @@ class DryRun:
 
     def would_open_region(self, module: Module) -> bool:
         """Whether this call is outermost, and of a module that runs in lower precision."""
-        depth = region.enter_nesting()
-        region.leave_nesting()
-        parameter = region.first_parameter(module) if depth == 1 else None
+        parameter = region.first_parameter(module) if nesting() == 0 else None
         if parameter is None:
             return False
         if parameter.device.type in DEVICES:

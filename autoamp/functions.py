@@ -16,6 +16,7 @@ from . import formats
 from .backward import half_devices
 from .casting import to_float32
 from .hooks import stays_scaled
+from .kernels import nesting
 from .session import Session
 
 AS_GIVEN = ""
@@ -23,8 +24,6 @@ AS_GIVEN = ""
 
 _FAILED = object()
 _SPEAKS_OF_DTYPES = re.compile(r"dtype|half|float|fp16|bf16", re.IGNORECASE)
-_enter_nesting = torch.autocast_increment_nesting
-_leave_nesting = torch.autocast_decrement_nesting
 _current_graph_task_id = torch._C._current_graph_task_id
 
 
@@ -88,9 +87,7 @@ def device_around(session: Session) -> str | None:
 
 def _is_in_own_context(session: Session) -> bool:
     """Whether the script has opened a context of its own inside the region: that wins."""
-    depth = _enter_nesting()
-    _leave_nesting()
-    return session.local.region is not None and depth > 2
+    return session.local.region is not None and nesting() > 1
 
 
 def _is_about_dtypes(error: Exception) -> bool:

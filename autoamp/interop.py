@@ -43,29 +43,6 @@ def array(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return numpy
 
 
-def overridable(factory: Callable[[Any, Session], Any]) -> Callable[[Any, Session], Any]:
-    """A function of torch as tensor subclasses, modes and `torch.fx` override it: they compare what
-    they are asked for with what they see as this function, which is ours.
-    """
-
-    def make(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        plain = factory(original, session)
-        is_overridden = torch.overrides.has_torch_function
-        override = torch.overrides.handle_torch_function
-
-        def op(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                return original(*args, **kwargs)
-            if is_overridden(args) or (kwargs and is_overridden(tuple(kwargs.values()))):
-                return override(op, (*args, *kwargs.values()), *args, **kwargs)
-            return plain(*args, **kwargs)
-
-        session.stand_ins[op] = original
-        return op
-
-    return make
-
-
 def traced(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A function that records a program: it sees the float32 one, made of torch's own functions.
 

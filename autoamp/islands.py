@@ -16,7 +16,7 @@ import torch
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .fallback import Fallback
-from .kernels import OWN, is_in_traced_region
+from .kernels import OWN, is_in_traced_region, nesting
 from .modules import UNKNOWN, Candidates, Entry
 from .ranks import has_ranks
 from .session import Session
@@ -115,16 +115,14 @@ class Islands:
         entry = self.rules.table.get(id(args[0]))
         return self._call(entry, self._local.region, args, kwargs)
 
-    def call_nested(
-        self, entry: Entry, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call, `depth` contexts deep, of a module that has an entry or was never seen."""
-        local = self._local
+    def call_nested(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a module that has an entry or was never seen."""
+        local, depth = self._local, nesting()
         if local.precision == OWN:
             return self._call(entry or "lower", local.region, args, kwargs)
         if _current_graph_task_id() != -1:
             return self._call_again(entry, depth, args, kwargs)
-        if depth != 2 or local.region is None:
+        if depth != 1 or local.region is None:
             self.rules.last_region.pop(id(args[0]), None)
             return self.original(*args, **kwargs)
         call = self.fallback.helped if local.watch is None else self.fallback.attempt
@@ -160,7 +158,7 @@ class Islands:
         if entry is UNKNOWN:
             key = id(type(args[0]))
             entry = self.rules.of_unseen(type(args[0]))
-        region = self.rules.last_region.get(key) if depth > 1 else None
+        region = self.rules.last_region.get(key) if depth else None
         return self._call(entry if region else None, region, args, kwargs)
 
     def _call(

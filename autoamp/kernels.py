@@ -56,6 +56,12 @@ class Local(threading.local):
         self.casts.clear()
 
 
+def nesting() -> int:
+    """How many autocast contexts are open in this thread, regions among them."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 OWN = "own"
 """In the place of a precision: float32, but for modules, which go back to the region's."""
 FULL = ("float32", OWN)

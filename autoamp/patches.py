@@ -107,7 +107,7 @@ def functional(name: str) -> Patch:
     """The row of a function of `torch.nn.functional`."""
     return Patch(
         f"torch.nn.functional:{name}",
-        interop.overridable(region.functional_call),
+        region.functional_call,
         "called outside any module it runs as a region of one op",
     )
 

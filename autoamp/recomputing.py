@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from .kernels import nesting
 from .region import enter_nesting, leave_nesting
 from .session import Session
 
@@ -50,9 +51,7 @@ def _the_same_again(function: Callable[..., Any], session: Session) -> Callable[
 
 
 def _regions_may_open(session: Session) -> bool:
-    depth = enter_nesting()
-    leave_nesting()
-    return depth == 1 and (session.local.recomputes or _current_graph_task_id() == -1)
+    return nesting() == 0 and (session.local.recomputes or _current_graph_task_id() == -1)
 
 
 @contextlib.contextmanager
@@ -60,7 +59,7 @@ def _outside_of_regions(session: Session) -> Iterator[None]:
     """As where `checkpoint` was called: torch's contexts for the state of then do not count."""
     of_thread = vars(session.local)
     before = dict(of_thread)
-    depth = enter_nesting()
+    depth = nesting()
     for _ in range(depth):
         leave_nesting()
     of_thread.clear()
@@ -70,5 +69,5 @@ def _outside_of_regions(session: Session) -> Iterator[None]:
     finally:
         of_thread.clear()
         of_thread.update(before)
-        for _ in range(depth - 1):
+        for _ in range(depth):
             enter_nesting()

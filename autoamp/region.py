@@ -18,7 +18,7 @@ from . import formats, policy
 from .casting import HALF, to_float32
 from .devices import TORCH_DTYPES
 from .islands import Islands, half_to_float32
-from .kernels import MARK
+from .kernels import MARK, nesting
 from .ranks import collectives, has_own_precision, has_ranks
 from .session import Session
 from .standing import Standing
@@ -100,27 +100,34 @@ class Regions:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The outermost call of a module. `STAYS_OUT`: nothing was called, the nesting is as it
-        was.
+        """The outermost call of a module. `STAYS_OUT`: it is none, or opens no region; nothing was
+        called.
         """
         root = args[0]
-        parameter = first_parameter(root)
-        if parameter is None:
-            return STAYS_OUT
-        stands = self.standing.get(id(root))
-        if stands is not None and stands.covers(parameter.device.type, args, kwargs):
-            leave_nesting()
-            self.session.local.stands = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.session.local.stands = False
-        dtype = self.precision_for(parameter)
-        if dtype is None:
-            self._note_declined(root, parameter.device.type)
-            return STAYS_OUT
-        run = self.run if FSDP not in sys.modules else self.run_or_leave
-        return run(parameter.device.type, dtype, call_root, args, kwargs)
+        if enter_nesting() == 1 and (parameter := first_parameter(root)) is not None:
+            device_type = parameter.device.type
+            stands = self.standing.get(id(root))
+            if stands is not None and stands.covers(device_type, args, kwargs):
+                leave_nesting()
+                return self._pass_by(original, args, kwargs)
+            dtype = self.precision_for(parameter)
+            if dtype is not None:
+                run = self.run if FSDP not in sys.modules else self.run_or_leave
+                return run(device_type, dtype, call_root, args, kwargs)
+            self._note_declined(root, device_type)
+        leave_nesting()
+        return STAYS_OUT
+
+    def _pass_by(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a root that stays float32: nothing that it calls is asked."""
+        local = self.session.local
+        local.stands = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            local.stands = False
 
     def stand(self, root: torch.nn.Module, stands: Standing) -> None:
         """Have a root stay out from now on."""
@@ -249,17 +256,15 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
             if has_rules and islands.where_in_trace():
                 return islands.call_traced(*args, **kwargs)
             return _compiled_call(original, traced_root, regions, args, kwargs)
-        if local.stands:
-            return original(*args, **kwargs)
-        depth = enter_nesting()
-        if depth == 1:
+        if local.region is None:  # in one of ours no other opens
+            if local.stands:
+                return original(*args, **kwargs)
             result = regions.run_root(call_root, original, args, kwargs)
             if result is not STAYS_OUT:
                 return result
-        leave_nesting()
         entry = entry_of(id(args[0]), entry_of_strangers)
         if detours or (entry is not None and entry != local.precision):
-            return islands.call_nested(entry, depth, args, kwargs)
+            return islands.call_nested(entry, args, kwargs)
         mark = collectives() if local.counts else 0
         try:
             return original(*args, **kwargs)
@@ -291,20 +296,27 @@ def _root_call(islands: Islands, session: Session) -> Callable[..., Any]:
 def functional_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """An op of `torch.nn.functional`: outside any module, with float32, a region of one op.
 
-    One that takes a weight is none where that is plain data: windows and fixed filters.
+    One that takes a weight is none where that is plain data: windows and fixed filters. Tensor
+    subclasses, modes and `torch.fx` override what they see as this function, which is ours.
     """
     regions, local, inside = session.regions, session.local, original
+    is_overridden = torch.overrides.has_torch_function
+    override = torch.overrides.handle_torch_function
     takes_weight = original.__name__ in WITH_WEIGHT
     performance = session.policy.performance
-    casts = takes_weight and (session.weights.is_on or performance.memory_format != "keep")
-    if casts:
+    if takes_weight and (session.weights.is_on or performance.memory_format != "keep"):
         inside = _with_our_casts(original, session)
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        if local.stands or is_compiling():
+        if is_compiling():
             return original(*args, **kwargs)
-        depth = enter_nesting()
-        if depth == 1:
+        if is_overridden(args) or (kwargs and is_overridden(tuple(kwargs.values()))):
+            return override(op, (*args, *kwargs.values()), *args, **kwargs)
+        if local.region is not None:
+            return inside(*args, **kwargs)
+        if local.stands:
+            return original(*args, **kwargs)
+        if enter_nesting() == 1:
             first = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(first, torch.Tensor):
                 dtype = regions.precision_for(first) if first.dtype is torch.float32 else None
@@ -312,13 +324,7 @@ def functional_call(original: Callable[..., Any], session: Session) -> Callable[
                 is_plain = takes_weight and not getattr(weight, "requires_grad", True)
                 if dtype is not None and (isinstance(weight, _PARAMETER) or not is_plain):
                     return regions.run(first.device.type, dtype, inside, args, kwargs)
-            elif isinstance(first, torch.fx.Proxy):
-                leave_nesting()
-                # A node's target is compared with what the script sees as this function: with us.
-                return torch.fx.Proxy.__torch_function__(op, (torch.fx.Proxy,), args, kwargs)
         leave_nesting()
-        if casts and depth == 2 and local.region is not None:
-            return inside(*args, **kwargs)
         return original(*args, **kwargs)
 
     session.stand_ins[op] = original
@@ -329,7 +335,8 @@ def _with_our_casts(original: Callable[..., Any], session: Session) -> Callable[
     """The op as it is called directly in a region, where autoamp casts what torch would cast.
 
     A weight that gets no gradient is cast once; convolutions are laid out as the policy says. Where
-    the policy has a kernel for the op, that does it: it wants to see the parameter.
+    the policy has a kernel for the op, that does it: it wants to see the parameter. Inside of a
+    script's own context torch casts.
     """
     local, weights, ours = session.local, session.weights, session.kernels.families
     name, gradients_are_on = original.__name__, torch.is_grad_enabled
@@ -346,7 +353,7 @@ def _with_our_casts(original: Callable[..., Any], session: Session) -> Callable[
         if weight is None or (gets_gradient and not has_layout):
             return original(*args, **kwargs)
         is_there = weight.is_cpu if region == "cpu" else weight.device.type == region
-        if not is_there or (name, region) in ours or not torch.is_autocast_enabled(region):
+        if not is_there or (name, region) in ours or not _is_directly_in(region):
             return original(*args, **kwargs)
         dtype = torch.get_autocast_dtype(region)
         layout = torch.preserve_format
@@ -360,6 +367,11 @@ def _with_our_casts(original: Callable[..., Any], session: Session) -> Callable[
         return original(args[0], weight, weights.of(args[2], dtype), *args[3:], **kwargs)
 
     return op
+
+
+def _is_directly_in(device_type: str) -> bool:
+    """Whether the innermost autocast context is our region on such a device, and it is enabled."""
+    return nesting() == 1 and torch.is_autocast_enabled(device_type)
 
 
 def in_float32(original: Callable[..., Any], session: Session) -> Callable[..., Any]:

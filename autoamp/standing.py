@@ -234,4 +234,10 @@ class StandDown:
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many numbers a module is called with."""
-    return sum(tensor.numel() for tensor in tensors_in((args[1:], kwargs)))
+    size = 0
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.Tensor):  # the generator takes as long as a small op
+            size += value.numel()
+        else:
+            size += sum(tensor.numel() for tensor in tensors_in(value))
+    return size
