@@ -35,9 +35,11 @@ Module = torch.nn.Module
 
 
 class _Here(threading.local):
-    """What this thread is in: the call of a root, and in that the same call aside."""
+    """What this thread is in: the call of a root, and in that the same call aside; and whether the
+    script records gradients.
+    """
 
-    in_call = aside = False
+    in_call = aside = trains = False
 
 
 def module_call(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -51,7 +53,7 @@ def module_call(original: Callable[..., Any], session: Session) -> Callable[...,
             return mixed(*args, **kwargs)
         if region.is_compiling() or here.in_call or not dry.would_open_region(args[0]):
             return original(*args, **kwargs)
-        here.in_call = True
+        here.in_call, here.trains = True, torch.is_grad_enabled()
         try:
             here.aside = True
             try:

@@ -56,7 +56,10 @@ _LAYERS: Mapping[str, slice] = {
     "mkldnn_rnn_layer": slice(1, 3),
 }
 """Ops that are whole layers: where their weights are among the arguments. Some cast them inside."""
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_LIKE: Mapping[str, str] = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention"
+}
+"""Ops that torch does not count, and others with the same arithmetic and arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.saved = self.spent = 0.0
         self.is_complete = True
-        self._flops: Mapping[Any, Any] = flop_registry
+        self._flops = {packet.__name__: count for packet, count in flop_registry.items()}
         self._costs, self._cores = costs, cores
         # A backward makes two products of each, and one cast.
         self._products, self._casts = (3, 2) if is_training else (1, 1)
@@ -145,10 +148,8 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return seconds
 
     def _note_op(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = func.overloadpacket
-        count = self._flops.get(packet)
-        if packet.__name__ == _ATTENTION:
-            count = self._flops[torch.ops.aten._scaled_dot_product_flash_attention]
+        name = func.overloadpacket.__name__
+        count = self._flops.get(_LIKE.get(name, name))
         if count is not None:
             moved = sum(tensor.nbytes for tensor in tensors_in((args, result)))
             self._note_product(count(*args, **kwargs, out_val=result), moved)
@@ -196,7 +197,9 @@ class StandDown:
             self._stay_lower(root)
             return run(*args, **kwargs)
         cores = torch.get_num_threads() if device_type == "cpu" else 1
-        account = Account(costs, cores, trains := torch.is_grad_enabled())
+        # A dry run makes calls aside, without gradients.
+        trains = torch.is_grad_enabled() if session.dry is None else session.dry.here.trains
+        account = Account(costs, cores, trains)
         with account:
             result = run(*args, **kwargs)
         if not trains:
@@ -223,8 +226,8 @@ class StandDown:
         kind, saved, spent = type(root).__name__, account.saved * 1e6, account.spent * 1e6
         if kind not in {told["type"] for told in self.told}:
             self.session.speech.notice(
-                f"autoamp: {kind} stays float32: lower precision adds about {spent:.3g} us to a "
-                f"call, and saves {saved:.3g}"
+                f"autoamp: {kind} stays float32: lower precision would add about {spent:.3g} us "
+                f"to a call, and save {saved:.3g}"
             )
         if id(root) in self._told_of:
             self.told.remove(self._told_of[id(root)])

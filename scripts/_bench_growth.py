@@ -19,7 +19,7 @@ import torch
 from _bench import Finding, differences, interleave
 from _bench_tasks import Fit, Task, Workload
 from _bench_training import Training
-from _bench_ways import BOTH, DEFAULT, HAND, VARIANTS, Way
+from _bench_ways import BOTH, FORCED, HAND, VARIANTS, Way
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,17 +73,17 @@ def growth(rounds: int | None) -> Iterator[Finding]:
 
 def _added(count: int, dtype: torch.dtype, rounds: int) -> list[float]:
     """Nanoseconds a step, round by round."""
-    trainings = {kind: _training(count, kind, dtype) for kind in (HAND, DEFAULT)}
+    trainings = {kind: _training(count, kind, dtype) for kind in (HAND, FORCED)}
     for training in trainings.values():
         training.first_losses()
         training.steps = max(1, 3_000 // count) if _bench.sample_seconds else 1
     samples = interleave({kind: one.sample for kind, one in trainings.items()}, rounds)
-    return differences(samples, DEFAULT, HAND, 1e9)
+    return differences(samples, FORCED, HAND, 1e9)
 
 
 def _lines(count: int, dtype: torch.dtype) -> int:
     """What autoamp runs in a step after the first two."""
-    training, seen = _training(count, DEFAULT, dtype), 0
+    training, seen = _training(count, FORCED, dtype), 0
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         nonlocal seen

@@ -140,8 +140,8 @@ class Lightning(Way):
 class Variant:
     """A way, and the policy that autoamp is on with meanwhile, if it is.
 
-    `is_forced`: half precision also where this CPU gains nothing from it. autoamp declines there;
-    its cost over hand-written code is the same. `package`: what it needs, if anything.
+    `is_forced`: a dtype is named, so half precision is used also where the device or the model
+    gains nothing from it; autoamp would decline there. `package`: what it needs, if anything.
     """
 
     way: Callable[[str, torch.dtype], Way]
@@ -156,15 +156,15 @@ HAND, AGAIN = "hand-written", "hand-written again"
 TORCH, DEFAULT, SAFE, FAST = (
     f"autoamp {policy}" for policy in ("torch", "default", "safe", "fast")
 )
-EXPORTED, FLOAT32, PURE = "autoamp, not forced", "float32", "pure half"
+FORCED, FLOAT32, PURE = "autoamp default, forced", "float32", "pure half"
 VARIANTS = {
     HAND: Variant(by_hand, dtypes=BOTH),
     TORCH: Variant(Way, "torch", dtypes=BOTH),
-    DEFAULT: Variant(Way, "default", dtypes=BOTH),
+    FORCED: Variant(Way, "default", dtypes=BOTH),
     AGAIN: Variant(by_hand, dtypes=BOTH),
     SAFE: Variant(Way, "safe"),
     FAST: Variant(Way, "fast"),
-    EXPORTED: Variant(Way, "default", is_forced=False),
+    DEFAULT: Variant(Way, "default", is_forced=False),
     FLOAT32: Variant(Way),
     PURE: Variant(Pure),
     "accelerate": Variant(Accelerate, package="accelerate"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BENCH = SCRIPTS / "bench"
@@ -53,7 +54,7 @@ def one_small_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_bench, "sample_seconds", 0.0)
     monkeypatch.setattr(_bench, "left_out", [])
     monkeypatch.setenv(_bench_ways.VARIABLE, "bfloat16")  # put back as it was
-    few = ("hand-written", "autoamp torch", "autoamp default", "float32")
+    few = ("hand-written", "autoamp torch", "autoamp default", "autoamp default, forced", "float32")
     few_variants = {name: _bench_ways.VARIANTS[name] for name in few}
     monkeypatch.setattr(_bench_ways, "VARIANTS", few_variants)
 
@@ -77,7 +78,11 @@ def test_what_a_machine_cannot_run_is_said(
     variants = _bench_ways.VARIANTS | {"hand-written": _bench_ways.Variant(no_autocast)}
     monkeypatch.setattr(_bench_ways, "VARIANTS", variants)
     findings = _bench_training.compare("lstm", 1)
-    assert {finding.what for finding in findings} == {"speed-up of autoamp default over float32"}
+    assert {finding.what for finding in findings} == {
+        "autoamp default / float32",
+        "autoamp default / the faster of float32 and forced",
+        "speed-up of autoamp default over float32",
+    }
     assert "lstm bfloat16: hand-written: no such arithmetic\n" in capsys.readouterr().out
 
 
@@ -85,6 +90,12 @@ def test_targets_are_of_comparisons_that_are_made() -> None:
     made = {(one.above, one.below) for one in _bench_training.COMPARISONS}
     for workload in _bench_tasks.WORKLOADS.values():
         assert workload.targets.keys() <= made
+
+
+def test_every_row_checks_that_the_faster_precision_is_chosen() -> None:
+    for workload in _bench_tasks.WORKLOADS.values():
+        if torch.bfloat16 in workload.dtypes:
+            assert _bench_tasks.RIGHT.items() <= workload.targets.items()
 
 
 def test_different_losses_end_the_bench() -> None:

@@ -46,7 +46,9 @@ def test_a_tiny_model_stays_float32_from_its_second_call_on_and_a_line_says_why(
     assert session.counts.regions == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if "stays float32" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("autoamp: Sequential stays float32: lower precision adds about ")
+    assert lines[0].startswith(
+        "autoamp: Sequential stays float32: lower precision would add about "
+    )
     (told,) = report.describe(session)["stood_down"]
     assert told["type"] == "Sequential"
     assert told["saved_us"] < told["spent_us"]
