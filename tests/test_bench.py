@@ -65,7 +65,8 @@ def test_each_row_computes_the_same_by_hand_and_by_autoamp(row: str) -> None:
     assert {finding.row.rpartition(" ")[0] for finding in findings} == {row}
     measured = {finding.what.split(": ")[-1] for finding in findings}
     if not _bench.left_out:
-        assert {f"autoamp {name} / hand-written" for name in ("torch", "default")} <= measured
+        names = ("torch", "default, forced")
+        assert {f"autoamp {name} / hand-written" for name in names} <= measured
     assert all(value > 0 for finding in findings for value in finding.values)
 
 
