@@ -7,12 +7,14 @@ parameters, and what leaves a region, have the layout that they would have witho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .casting import HALF
-from .session import Session
+
+if TYPE_CHECKING:
+    from .session import Session
 
 DEVICES: Mapping[str, tuple[str, ...]] = {
     "keep": (),
@@ -31,7 +33,28 @@ def laid_out(value: Any, dtype: torch.dtype) -> Any:
     """The input of a convolution, (N, C, H, W), in `dtype` and channels-last."""
     if type(value) not in _PLAIN or value.dim() != 4 or value.dtype not in (torch.float32, *HALF):
         return value
-    return value.to(dtype, memory_format=CHANNELS_LAST)
+    return cast(value, dtype, CHANNELS_LAST)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, layout: Any) -> torch.Tensor:
+    """A tensor in `dtype` and a memory format, or in the one that it has (``preserve_format``).
+
+    On CPUs in two steps: a copy that casts and transposes at once takes twice as long. The gradient
+    goes back in two, too; autograd would transpose it in the other dtype, where it is twice as
+    large.
+    """
+    if not tensor.is_cpu:
+        return tensor.to(dtype, memory_format=layout)
+    result = tensor.to(dtype)
+    if layout is torch.preserve_format or result.is_contiguous(memory_format=layout):
+        return result
+    if result is not tensor and result.grad_fn is not None:
+        result.grad_fn.register_prehook(_contiguous)
+    return result.contiguous(memory_format=layout)
+
+
+def _contiguous(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(gradient if gradient is None else gradient.contiguous() for gradient in gradients)
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:

@@ -349,6 +349,8 @@ def summary(content: dict[str, Any]) -> str:
         line += f", {steps['skipped']} skipped, final loss scale {scale['final']:.10g}"
     if demoted := {demotion["module"] for demotion in content["demotions"]}:
         line += f", {_count(len(demoted), 'module')} demoted to float32"
+    if stood_down := content["stood_down"]:
+        line += f", {_count(len(stood_down), 'model')} left in float32"
     return line
 
 
@@ -390,6 +392,14 @@ def demotion_line(demotion: Mapping[str, Any], becomes: str = "runs in float32 f
         what = "the whole model" if below else "the model without the modules that it calls"
     where = f" ({demotion['where']})" if demotion["where"] else ""
     return f"{what} ({demotion['type']}) {becomes}: {demotion['cause']}{where}"
+
+
+def standing_line(told: Mapping[str, Any]) -> str:
+    """Why a model stays float32, in one line."""
+    return (
+        f"{told['type']} stays float32: lower precision would add about {told['spent_us']:.3g} us "
+        f"to a call, and save {told['saved_us']:.3g}"
+    )
 
 
 def _count(number: int, noun: str) -> str:

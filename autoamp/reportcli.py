@@ -79,6 +79,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         f'policy "{one_line(content["policy"]["name"])}"',
         *(f"{name}: {found['dtype']}" for name, found in devices),
         *map(one_line, report.last_lines(content)),
+        *(one_line(report.standing_line(told)) for told in content["stood_down"]),
         *(
             one_line(report.demotion_line(demotion))
             for demotion in ([] if "dry_run" in content else content["demotions"])

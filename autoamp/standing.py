@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .casting import HALF
 from .inspection import is_opaque, is_plain, tensors_in
 from .ranks import has_ranks
+from .report import standing_line
 
 if TYPE_CHECKING:
     from .session import Session
@@ -224,14 +225,12 @@ class StandDown:
 
     def _tell(self, root: torch.nn.Module, account: Account) -> None:
         kind, saved, spent = type(root).__name__, account.saved * 1e6, account.spent * 1e6
-        if kind not in {told["type"] for told in self.told}:
-            self.session.speech.notice(
-                f"autoamp: {kind} stays float32: lower precision would add about {spent:.3g} us "
-                f"to a call, and save {saved:.3g}"
-            )
+        told = {"type": kind, "saved_us": saved, "spent_us": spent}
+        if kind not in {other["type"] for other in self.told}:
+            self.session.speech.notice(f"autoamp: {standing_line(told)}")
         if id(root) in self._told_of:
             self.told.remove(self._told_of[id(root)])
-        self._told_of[id(root)] = told = {"type": kind, "saved_us": saved, "spent_us": spent}
+        self._told_of[id(root)] = told
         self.told.append(told)
 
 

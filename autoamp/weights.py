@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from . import formats
 from .inspection import has_numbers, is_plain
 from .kernels import Local
 from .ranks import collectives
@@ -95,7 +96,7 @@ class WeightCasts:
             return weight
         known = local.casts.get(id(weight))
         if known is None or known[0] != weight._version or known[1].dtype is not dtype:
-            cast = weight.to(dtype, memory_format=layout)
+            cast = formats.cast(weight, dtype, layout)
             known = local.casts[id(weight)] = (weight._version, cast, weight)
         return known[1]
 
@@ -133,7 +134,7 @@ class WeightCasts:
         if self._is_full:
             return None
         with _no_inference(False):  # such tensors are of no use in training
-            cast = weight.detach().to(dtype, memory_format=layout)
+            cast = formats.cast(weight.detach(), dtype, layout)
 
         def drop(dead: Any) -> None:
             if (kept := self._kept.get(place)) is not None and kept.weight is dead:

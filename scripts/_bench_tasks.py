@@ -362,7 +362,7 @@ WORKLOADS = {
         resnet18,
         30,
         FASTER,
-        {"width": 64, "batch": 8, "side": 128},
+        {"width": 64, "batch": 16, "side": 128},
         {"width": 8, "batch": 4, "side": 64},
         weighed={"width": 16, "batch": 8, "side": 96},
     ),

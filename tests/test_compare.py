@@ -204,6 +204,7 @@ def run_of(variant: str, values: list[float], repeat: int = 0, **seen: Any) -> R
     run.report = {
         "steps": {"skipped": 0},
         "demotions": [],
+        "stood_down": [],
         "devices": {},
         "regions": 1,
         "reason": "",
@@ -227,12 +228,17 @@ def test_speeds_and_speed_up_are_those_worked_out_by_hand() -> None:
 
 def test_skipped_steps_demotions_and_memory_of_all_runs_are_told() -> None:
     found = {"module": "a", "type": "A", "below": True, "cause": "b", "where": "", "step": 3}
+    down = {"type": "Tiny", "saved_us": 1.25, "spent_us": 250.0}
     report = {"steps": {"skipped": 2}, "demotions": [found], "devices": {}, "regions": 1}
-    report["reason"] = ""
+    report |= {"reason": "", "stood_down": [down]}
     runs = [run_of("float32", [2, 1], peak=100, devices={"cuda:0": 10})]
     runs += [run_of("x", [2, 1], 0, report=report, peak=80, devices={"cuda:0": 5})]
     runs += [run_of("x", [2, 1], 1, report=report, peak=90, devices={"cuda:0": 6, "cuda:1": 1})]
-    full, mixed = compare.told(runs, ["float32", "x"], "train", 2)["variants"]
+    content = compare.told(runs, ["float32", "x"], "train", 2)
+    full, mixed = content["variants"]
+    assert (
+        "x: Tiny stays float32: lower precision would add about 250 us to a call, and save 1.25."
+    ) in content["notes"]
     assert (mixed["skipped"], mixed["demotions"]) == (4, [found])
     assert full["memory"] == {"process": 100, "devices": {"cuda:0": 10}}
     assert mixed["memory"] == {"process": 90, "devices": {"cuda:0": 6, "cuda:1": 1}}
@@ -263,6 +269,7 @@ def test_a_baseline_that_is_really_tf32_is_named() -> None:
 
 def test_a_run_in_which_autoamp_stood_aside_is_no_comparison() -> None:
     report = {"steps": {"skipped": 0}, "demotions": [], "regions": 0, "reason": ""}
+    report["stood_down"] = []
     report["devices"] = {"cpu": {"dtype": "off", "why": "this CPU has no bfloat16 arithmetic"}}
     runs = [run_of("float32", [2, 1]), run_of("x", [2, 1], report=report)]
     (verdict,) = compare.told(runs, ["float32", "x"], "train", 1)["verdicts"]

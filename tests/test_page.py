@@ -189,7 +189,11 @@ def test_a_bfloat16_run_and_one_that_was_off_have_pages_too(made: SimpleNamespac
     content = json.loads(json.dumps(made.content))
     content["loss_scale"] = dict(report._NO_LOSS_SCALE)
     content["devices"]["cpu"]["dtype"] = "bfloat16"
+    down = {"type": "Tiny", "saved_us": 1.25, "spent_us": 250.0}
+    content["stood_down"] = [down]
     said = words(page.html(content))
+    assert f"Models left in float32 {report.standing_line(down)} To force them" in said
+    assert "Models left in float32" not in words(page.html(made.content))
     assert "None: nothing ran in float16" in said
     assert "steps skipped" not in said
     off = report.describe_inactive("AUTO_MIXED_PRECISION: unknown policy 'x'.", None)

@@ -398,12 +398,15 @@ def test_disable_writes_the_report_and_says_the_summary(mixed, tmp_path, capsys)
     )
 
 
-def content(regions: int, taken: int, mode: str = "dynamic", demotions: int = 0) -> dict:
+def content(
+    regions: int, taken: int, mode: str = "dynamic", demotions: int = 0, stood_down: int = 0
+) -> dict:
     return {
         "regions": regions,
         "steps": {"taken": taken, "skipped": 7},
         "loss_scale": {"mode": mode, "final": 2.0**24},
         "demotions": [{"module": "a"}] * demotions,
+        "stood_down": [{"type": "A"}] * stood_down,
     }
 
 
@@ -419,6 +422,7 @@ def content(regions: int, taken: int, mode: str = "dynamic", demotions: int = 0)
             (2, 1, "off", 2),
             "autoamp: 2 regions, 1 step taken, 1 module demoted to float32",
         ),
+        ((1, 9, "off", 0, 2), "autoamp: 1 region, 9 steps taken, 2 models left in float32"),
     ],
 )
 def test_the_summary_reads_as_english(numbers, line):

@@ -52,6 +52,7 @@ def test_a_tiny_model_stays_float32_from_its_second_call_on_and_a_line_says_why(
     (told,) = report.describe(session)["stood_down"]
     assert told["type"] == "Sequential"
     assert told["saved_us"] < told["spent_us"]
+    assert report.summary(report.describe(session)).endswith(", 1 model left in float32")
     with torch.no_grad():
         result = net(x)
     autoamp.disable()

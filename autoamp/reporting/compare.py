@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
+from ..report import standing_line
 from . import verdict
 from .curves import thinned
 from .playing import Run
@@ -63,6 +64,7 @@ def _variant(name: str, runs: Sequence[Run], full: Sequence[Run]) -> dict[str, A
         "steps": max((run.steps for run in runs), default=0),
         "skipped": sum(report["steps"]["skipped"] for report in reports),
         "demotions": reports[-1]["demotions"] if reports else [],
+        "stood_down": reports[-1]["stood_down"] if reports else [],
         "devices": reports[-1]["devices"] if reports else {},
         "regions": sum(report["regions"] for report in reports),
         "reason": reports[-1]["reason"] if reports else "",
@@ -154,6 +156,7 @@ def _notes(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> Iterator[s
     for row in rows[1:]:
         if row["speed_up"] and row["speed_up"]["median"] < SLOWER:
             yield f"{row['name']} is slower than float32 here."
+        yield from (f"{row['name']}: {standing_line(told)}." for told in row["stood_down"])
         if row["demotions"]:
             yield f"{row['name']}: {len(row['demotions'])} modules fell back to float32."
         if row["runs"] and row["regions"]:

@@ -43,6 +43,7 @@ def html(content: Mapping[str, Any]) -> str:
         phase_plot=plots.ops_by_phase(audit["ops"]),
         name_plot=plots.ops_by_name(audit["names"]),
         speed_plot=plots.speed(content["time"]["curve"]),
+        standing_lines=list(map(report.standing_line, content["stood_down"])),
         demotion_lines=[report.demotion_line(d) for d in content["demotions"]],
         fixups=_fixups(content["kernels"]),
         outcomes=_outcomes(content["patches"]),
