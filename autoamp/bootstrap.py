@@ -144,6 +144,11 @@ def _activate(through: str, policy: str | None = None) -> None:
         phase, reason = "active", ""  # before the work, which may knock at another door
         asked = policy or os.environ.get("AUTO_MIXED_PRECISION_POLICY", "").strip() or switch()
         _policy = asked or "default"
+        import gc
+
+        # What is made here stays: looking for garbage in all of torch takes longer than the rest.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             from autoamp import activation
 
@@ -153,6 +158,9 @@ def _activate(through: str, policy: str | None = None) -> None:
         else:
             if declined:
                 phase, reason = "off", declined
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _give_up(error: BaseException, through: str) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .inspection import Watcher
 
 LOWER, FLOAT32, WIDEST, REFUSED, AS_GIVEN = "lower", "float32", "widest", "refused", ""
 """What autocast does to an op: its operands are cast to the lower precision, to float32, to the
@@ -54,15 +55,11 @@ class _Stop(Exception):  # noqa: N818 - a way out, not an error
     """Enough has been seen."""
 
 
-class _FirstEvent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FirstEvent(Watcher):  # type: ignore[no-untyped-call]
     """Notes the first thing that happens below an autocast kernel, and stops there."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads Dynamo for it, which takes a second
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.cast_to: torch.dtype | None = None
         self.sets_dtype = False
 

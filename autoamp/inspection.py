@@ -6,10 +6,12 @@ have right. `fallback` then runs the module concerned again in float32.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,20 +26,41 @@ class Finding(BaseException):
     """
 
 
-class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at ops on one type of device for as long as `is_looking` says so."""
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that looks at ops, as all of ours do: compiled code runs as it would without.
+
+    Dynamo must not trace it. torch sees to that by loading Dynamo, which takes a second; here it is
+    done only where Dynamo is loaded already: without, nothing is traced.
+    """
 
     supports_higher_order_operators = True
+    _is_shielded = False
 
-    def __init__(self, device_type: str, is_looking: Callable[[], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device_type = device_type
-        self._is_looking = is_looking
+        cls = type(self)
+        if not cls._is_shielded and "torch._dynamo" in sys.modules:
+            cls._is_shielded = True
+            shielded = _disable_dynamo(vars(cls)["__torch_dispatch__"])
+            cls.__torch_dispatch__ = shielded  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as it would without a probe: torch asks."""
+        """Asked by torch."""
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Probe(Watcher):  # type: ignore[no-untyped-call]
+    """Looks at ops on one type of device for as long as `is_looking` says so."""
+
+    def __init__(self, device_type: str, is_looking: Callable[[], bool]) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._is_looking = is_looking
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .casting import HALF
-from .inspection import is_opaque, is_plain, tensors_in
+from .inspection import Watcher, is_opaque, is_plain, tensors_in
 from .ranks import has_ranks
 from .report import standing_line
 
@@ -85,13 +84,11 @@ class Standing:
         return not is_trained and _size(args, kwargs) < 2 * max(self.size, 1)
 
 
-class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Account(Watcher):  # type: ignore[no-untyped-call]
     """What one call saves, and what lower precision adds to it, in seconds."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, costs: Costs, cores: int, is_training: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         from torch.utils.flop_counter import flop_registry  # where it is needed, and not before
 
         self.saved = self.spent = 0.0
@@ -101,11 +98,6 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A backward makes two products of each, and one cast.
         self._products, self._casts = (3, 2) if is_training else (1, 1)
         self._of_weights: dict[int, float] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as it would without: torch asks."""
-        return True
 
     @property
     def pays(self) -> bool:

@@ -18,11 +18,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..casting import HALF
 from ..graphs import COMPILED, AccumulateGrad, executed
 from ..inspection import (
+    Watcher,
     has_numbers,
     is_opaque,
     is_plain,
@@ -156,13 +156,11 @@ class _Row:
         self.lost: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
-class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Look(Watcher):
     """Sees each op of a forward or backward, and which module it belongs to."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.is_running = False
         self.has_seen_a_forward = False
         self.obstacle = ""
@@ -174,11 +172,6 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._casts: Counter[str] = Counter()
         self._borders: list[tuple[int, int]] = []  # up to which node of the graph is whose
         self._thread = threading.get_ident()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as it would without this mode: torch asks."""
-        return True
 
     def __enter__(self) -> Any:
         self.is_running = True

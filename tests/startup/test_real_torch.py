@@ -291,3 +291,45 @@ def test_compiled_code_runs_in_the_precision_of_eager_code(real, first):
     result = real.run("-c", script)
     assert result.code == 0, result.stderr
     assert set(result.stdout.splitlines()) == {"torch.float32 True False"}
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_script_without_an_optimizer_does_not_wait_for_dynamo_and_keeps_its_collector(
+    real, collects
+):
+    """To load Dynamo takes a second; torch does it for modes, and for optimizers."""
+    script = (
+        "import gc, sys\n"
+        f"{'gc.enable' if collects else 'gc.disable'}()\n"
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "with torch.no_grad():\n"
+        "    for _ in range(3): model(torch.randn(2, 4))\n"
+        "import autoamp\n"
+        "print(autoamp.status()['regions'] > 0, 'torch._dynamo' in sys.modules, gc.isenabled())\n"
+    )
+    result = real.on().run("-c", script)
+    assert result.stdout == f"True False {collects}\n", result.stderr
+
+
+def test_modes_of_ours_are_not_traced_where_dynamo_is_loaded(real):
+    """A compiled piece of a model that is looked at, in its first calls."""
+    script = (
+        "import torch, autoamp\n"
+        "autoamp.enable()\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(4, 4)\n"
+        "        self.piece = torch.compile(self.part, backend='eager')\n"
+        "    def part(self, x):\n"
+        "        torch._dynamo.graph_break()\n"
+        "        return torch.relu(x) + 1e-9\n"
+        "    def forward(self, x): return self.piece(self.layer(x))\n"
+        "net = Net()\n"
+        "for _ in range(3): net(torch.randn(2, 4)).sum().backward()\n"
+        "from autoamp import inspection, standing\n"
+        "print(inspection.Probe._is_shielded, net.layer.weight.grad.dtype)\n"
+    )
+    result = real.run("-c", script, AUTO_MIXED_PRECISION_DTYPE="bfloat16")
+    assert result.stdout == "True torch.float32\n", result.stderr
