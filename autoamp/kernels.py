@@ -38,6 +38,9 @@ class Local(threading.local):
     uncached: bool = False
     recomputes: bool = False
     """Whether a checkpoint runs again, inside a backward, what opens regions (`recomputing`)."""
+    repeats: bool = False
+    """Whether what runs, outside of regions, will run again in a backward or does so: the same way.
+    """
     stands: bool = False
     """Whether a root is running that stays float32, with all that it calls."""
     paused: bool | None = None

@@ -37,21 +37,27 @@ def checkpoint(original: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _the_same_again(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    has_run = False
+    has_run, local = False, session.local
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_run
         if has_run:
             with _outside_of_regions(session):
                 return function(*args, **kwargs)
-        has_run = True
-        return function(*args, **kwargs)
+        has_run, before, local.repeats = True, local.repeats, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            local.repeats = before
 
     return run
 
 
 def _regions_may_open(session: Session) -> bool:
-    return nesting() == 0 and (session.local.recomputes or _current_graph_task_id() == -1)
+    local = session.local
+    return (
+        nesting() == 0 and not local.stands and (local.recomputes or _current_graph_task_id() == -1)
+    )
 
 
 @contextlib.contextmanager
@@ -63,7 +69,7 @@ def _outside_of_regions(session: Session) -> Iterator[None]:
     for _ in range(depth):
         leave_nesting()
     of_thread.clear()
-    of_thread.update(casts={}, recomputes=True)
+    of_thread.update(casts={}, recomputes=True, repeats=True)
     try:
         yield
     finally:

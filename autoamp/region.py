@@ -106,7 +106,7 @@ class Regions:
         root = args[0]
         if enter_nesting() == 1 and (parameter := first_parameter(root)) is not None:
             device_type = parameter.device.type
-            stands = self.standing.get(id(root))
+            stands = None if self.session.local.repeats else self.standing.get(id(root))
             if stands is not None and stands.covers(device_type, args, kwargs):
                 leave_nesting()
                 return self._pass_by(original, args, kwargs)
@@ -286,7 +286,7 @@ def _root_call(islands: Islands, session: Session) -> Callable[..., Any]:
         return call_root
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if id(args[0]) in stand_down.decided:
+        if id(args[0]) in stand_down.decided or session.local.repeats:
             return call_root(*args, **kwargs)
         return stand_down.decide(call_root, args, kwargs)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import autoamp
@@ -282,3 +283,65 @@ def test_a_model_whose_parts_are_elsewhere_is_asked_part_by_part(mixed, monkeypa
     net(torch.ones(1, 2))
     assert session.regions.standing[id(net)].device_type == ""
     assert session.regions.standing[id(net[0])].device_type == "cpu"
+
+
+class Checkpointed(nn.Module):
+    """Its second part runs again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.reentrant = Seen(16), Seen(16), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(
+            self.second, self.first(x), use_reentrant=self.reentrant
+        )
+
+
+NOTED = {True: 2, False: 1}
+"""How often a step is noted: what is not reentrant stops as soon as it has what was saved."""
+
+
+def gradients(net: nn.Module, call: Callable[..., torch.Tensor], steps: int = 3) -> list[Any]:
+    found = []
+    for _ in range(steps):
+        net.zero_grad()
+        call(torch.ones(2, 16)).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in net.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_model_that_stands_down_computes_again_is_float32_too(weighing, reentrant):
+    plain = Checkpointed(reentrant)
+    (expected,) = gradients(plain, plain, steps=1)
+    weighing(LOG="quiet")
+    net = Checkpointed(reentrant)
+    for found in gradients(net, net)[1:]:
+        assert all(map(torch.equal, found, expected))
+    half, full = torch.bfloat16, torch.float32
+    each = (half, full, full)
+    assert net.second.dtypes == [dtype for dtype in each for _ in range(NOTED[reentrant])]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_a_script_checkpoints_is_in_one_precision_in_both_of_its_runs(
+    weighing, reentrant
+):
+    """Whether it stands down already or not."""
+    session = weighing(LOG="quiet")
+    net, known = Seen(16), Seen(16)
+    for _ in range(2):
+        known(torch.ones(2, 16))
+    assert session.regions.standing
+    known.dtypes.clear()
+    for model in (net, known):
+        gradients(
+            model,
+            lambda x, m=model: torch.utils.checkpoint.checkpoint(
+                m, x.requires_grad_(), use_reentrant=reentrant
+            ),
+        )
+        assert model.dtypes == [torch.bfloat16] * 3 * NOTED[reentrant]
+    assert id(net) not in session.regions.standing
