@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .casting import HALF
+from .devices import FORCE
 from .inspection import Watcher, is_opaque, is_plain, tensors_in
 from .ranks import has_ranks
 from .report import standing_line
@@ -201,7 +202,7 @@ class StandDown:
             self._stay_lower(root)
         else:
             session.regions.stand(root, Standing(device_type, _size(args, kwargs), trains))
-            self._tell(root, account)
+            self._tell(root, device_type, account)
         return result
 
     def _stay_lower(self, root: torch.nn.Module) -> None:
@@ -215,11 +216,12 @@ class StandDown:
                 f"autoamp: {told['type']} is in lower precision from here on: its calls have grown"
             )
 
-    def _tell(self, root: torch.nn.Module, account: Account) -> None:
+    def _tell(self, root: torch.nn.Module, device_type: str, account: Account) -> None:
         kind, saved, spent = type(root).__name__, account.saved * 1e6, account.spent * 1e6
         told = {"type": kind, "saved_us": saved, "spent_us": spent}
         if kind not in {other["type"] for other in self.told}:
-            self.session.speech.notice(f"autoamp: {standing_line(told)}")
+            force = FORCE.format(self.session.decisions[device_type].word)
+            self.session.speech.notice(f"autoamp: {standing_line(told)}; {force}")
         if id(root) in self._told_of:
             self.told.remove(self._told_of[id(root)])
         self._told_of[id(root)] = told
