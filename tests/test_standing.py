@@ -50,6 +50,7 @@ def test_a_tiny_model_stays_float32_from_its_second_call_on_and_a_line_says_why(
     assert lines[0].startswith(
         "autoamp: Sequential stays float32: lower precision would add about "
     )
+    assert lines[0].endswith("; force it with AUTO_MIXED_PRECISION_DTYPE=bfloat16")
     (told,) = report.describe(session)["stood_down"]
     assert told["type"] == "Sequential"
     assert told["saved_us"] < told["spent_us"]
