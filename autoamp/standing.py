@@ -93,7 +93,7 @@ class Account(Watcher):  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # where it is needed, and not before
 
         self.saved = self.spent = 0.0
-        self.is_complete = True
+        self.is_complete, self.has_products = True, False
         self._flops = {packet.__name__: count for packet, count in flop_registry.items()}
         self._costs, self._cores = costs, cores
         # A backward makes two products of each, and one cast.
@@ -102,8 +102,10 @@ class Account(Watcher):  # type: ignore[no-untyped-call]
 
     @property
     def pays(self) -> bool:
-        """Whether lower precision is worth it, as far as this call tells."""
-        return not self.is_complete or self.saved >= self.spent
+        """Whether lower precision is worth it, or the call does not tell: its arithmetic may be in
+        other threads.
+        """
+        return not (self.is_complete and self.has_products) or self.saved >= self.spent
 
     def leave_out(self, kept: set[int]) -> None:
         """The casts of what is at these places in memory are not made again in the next call."""
@@ -155,7 +157,7 @@ class Account(Watcher):  # type: ignore[no-untyped-call]
 
     def _note_product(self, flops: float, moved: int) -> None:
         """`moved`: bytes of operands and result, in half; float32 moves twice as many."""
-        costs = self._costs
+        self.has_products, costs = True, self._costs
         gain = flops / self._cores * (1 / costs.float32 - 1 / costs.half)
         self.saved += self._products * (gain + moved / costs.memory)
         self.spent += self._products * costs.product

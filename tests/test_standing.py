@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn import functional as F
 
 import autoamp
 from autoamp import devices, report
@@ -170,6 +172,20 @@ def test_a_call_with_twice_the_numbers_or_the_first_that_is_trained_is_decided_a
     lines = [line for line in capsys.readouterr().err.splitlines() if "Seen" in line]
     assert len(lines) == 2
     assert lines[1] == "autoamp: Seen is in lower precision from here on: its calls have grown"
+
+
+def test_a_model_whose_arithmetic_is_in_another_thread_does_not_stand_down(weighing):
+    class Elsewhere(Seen):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+                found = pool.submit(F.linear, x, self.layer.weight).result()
+            return found.bfloat16().float() + 1
+
+    session = weighing(LOG="quiet")
+    net = Elsewhere(16)
+    for _ in range(2):
+        net(torch.randn(1, 16))
+    assert session.stand_down.told == []
 
 
 def test_a_call_that_fails_decides_nothing(weighing):
