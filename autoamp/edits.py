@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from .kernels import FULL, Local
 from .session import Session
+from .stepping import dynamo_is_off
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _compile_context = torch._guards.CompileContext.try_get
@@ -26,7 +28,7 @@ def grad_mode_set(original: Callable[..., Any], session: Session) -> Callable[..
     def __init__(self: Any, mode: bool) -> None:  # noqa: N807
         original(self, mode)
         if local.region is not None:
-            _follow_grad_mode(local)
+            (_follow_grad_mode if dynamo_is_off() else _follow_eagerly)(local)
 
     return __init__
 
@@ -38,7 +40,7 @@ def block_left(original: Callable[..., Any], session: Session) -> Callable[..., 
     def __exit__(self: Any, exc_type: Any, exc_value: Any, traceback: Any) -> None:  # noqa: N807
         original(self, exc_type, exc_value, traceback)
         if local.region is not None:
-            _follow_grad_mode(local)
+            (_follow_grad_mode if dynamo_is_off() else _follow_eagerly)(local)
 
     return __exit__
 
@@ -98,6 +100,10 @@ def _follow_grad_mode(local: Local) -> None:
         if local.paused is not None:
             torch.set_autocast_cache_enabled(local.paused)
             local.uncached, local.paused = False, None
+
+
+_follow_eagerly = _disable_dynamo(_follow_grad_mode)
+"""In frames of torch that Dynamo does not compile (to print a tensor) it would compile ours."""
 
 
 def _keep_no_casts(local: Local) -> None:

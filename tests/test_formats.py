@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp import formats
 
 
 @pytest.fixture
@@ -54,6 +55,21 @@ def train(net: Net, steps: int = 4) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def test_a_cast_in_two_steps_is_that_in_one_and_so_is_its_gradient():
+    weight, gradient = torch.randn(4, 3, 3, 3, requires_grad=True), torch.randn(4, 3, 3, 3)
+    gradient = gradient.bfloat16().contiguous(memory_format=torch.channels_last)
+    found = formats.cast(weight, torch.bfloat16, torch.channels_last)
+    expected = weight.to(torch.bfloat16, memory_format=torch.channels_last)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    arriving = []
+    found.grad_fn.next_functions[0][0].register_prehook(lambda grads: arriving.append(grads[0]))
+    (back,) = torch.autograd.grad(found, weight, gradient)
+    assert torch.equal(back, torch.autograd.grad(expected, weight, gradient)[0])
+    assert back.is_contiguous()
+    assert [(one.dtype, one.is_contiguous()) for one in arriving] == [(torch.bfloat16, True)]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
