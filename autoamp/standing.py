@@ -42,8 +42,8 @@ class Costs:
 
 COSTS: Mapping[str, Costs] = {
     # A core of an EPYC with AVX512-BF16 (Zen 5), torch 2.13 and oneDNN, measured on 2026-12-01:
-    # these tell the faster of the two for 174 of 188 small models, and for all rows of
-    # `scripts/bench`.
+    # these tell the faster of the two for 105 of 108 small models (`scripts/bench --rows standing`)
+    # and for all other rows.
     "cpu": Costs(110e9, 330e9, 18e-6, 1.5e-6, 40e9),
     # The least of those with Tensor Cores, by its data sheet (V100), and what a launch takes.
     "cuda": Costs(15.7e12, 112e12, 0.0, 5e-6, 0.9e12),
